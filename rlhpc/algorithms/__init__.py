@@ -1,0 +1,1 @@
+"""Pure functions on tensors: log-probs, advantages, losses, KL."""

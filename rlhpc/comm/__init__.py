@@ -1,0 +1,1 @@
+"""Control plane (`channel`, `messages`) and data plane (`world`, `exchange`) between ranks."""

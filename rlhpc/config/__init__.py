@@ -1,0 +1,1 @@
+"""Config: typed dataclasses (`schema`), Hydra composition (`load`) and login-node checks (`checks`)."""

@@ -1,0 +1,1 @@
+"""Prompts (`prompts`), batches of rows (`batch`) and micro-batch packing (`packing`)."""

@@ -1,0 +1,109 @@
+"""Rows laid end to end, without padding, and the store that keeps a rank's columns in host memory.
+
+Shapes: N rows, T tokens of all rows (prompt + response each), laid end to end with offsets.
+Entry t of a [T] column speaks of token t given what precedes it; entries outside the response are undefined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rlhpc.dataflow import COLUMNS
+from rlhpc.errors import CommandError
+
+
+@dataclass
+class Batch:
+    """Some rows and their columns."""
+
+    row_ids: list[int]
+    """Global ids, one a row."""
+    lengths: Tensor
+    """[N] int64, tokens of each row (prompt + response)."""
+    columns: dict[str, Tensor] = field(default_factory=dict)
+    """[N] or [T] by name; see `dataflow.COLUMNS`."""
+
+    def __len__(self) -> int:
+        return len(self.row_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return int(self.lengths.sum())
+
+    @property
+    def offsets(self) -> Tensor:
+        """[N + 1] int64, start of each row in the [T] columns."""
+        return torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
+
+    def select(self, rows: Sequence[int]) -> Batch:
+        """The rows at positions ``rows``, in that order."""
+        index = torch.as_tensor(list(rows), dtype=torch.int64)
+        starts, lengths = self.offsets[:-1][index], self.lengths[index]
+        total = int(lengths.sum())
+        first = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths)
+        tokens = first + torch.arange(total)
+        columns = {
+            name: value[tokens] if COLUMNS[name].per_token else value[index]
+            for name, value in self.columns.items()
+        }
+        return Batch([self.row_ids[r] for r in rows], lengths, columns)
+
+    def token_rows(self) -> Tensor:
+        """[T] int64, the position of each token's row."""
+        return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
+
+
+class ColumnStore:
+    """Columns of the rows that this rank owns or has fetched; [T] columns as one tensor a row."""
+
+    def __init__(self) -> None:
+        self._columns: dict[str, dict[int, Tensor]] = {}
+
+    def put(self, column: str, values: Mapping[int, Tensor]) -> None:
+        """Keep ``values`` (row id -> [length] or scalar tensor)."""
+        self._columns.setdefault(column, {}).update(values)
+
+    def put_batch(self, batch: Batch, columns: Iterable[str]) -> None:
+        """Keep the named columns of ``batch``."""
+        for name in columns:
+            value = batch.columns[name]
+            parts = value.split(batch.lengths.tolist()) if COLUMNS[name].per_token else value
+            self.put(name, dict(zip(batch.row_ids, parts, strict=True)))
+
+    def get(self, column: str, row: int) -> Tensor:
+        """One row of a column; raises CommandError when it is not here."""
+        try:
+            return self._columns[column][row]
+        except KeyError:
+            raise CommandError(f"column {column} of row {row} is not on this rank") from None
+
+    def batch(self, rows: Sequence[int], columns: Iterable[str]) -> Batch:
+        """The named columns of ``rows`` as one batch; lengths follow `token_ids`."""
+        lengths = torch.tensor(
+            [self.get("token_ids", r).numel() for r in rows], dtype=torch.int64
+        )
+        out = Batch(list(rows), lengths)
+        for name in columns:
+            values = [self.get(name, r) for r in rows]
+            dtype = getattr(torch, COLUMNS[name].dtype)
+            if not values:
+                out.columns[name] = torch.empty(0, dtype=dtype)
+            else:
+                out.columns[name] = (
+                    torch.cat(values) if COLUMNS[name].per_token else torch.stack(values)
+                )
+        return out
+
+    def release(self, rows: Iterable[int]) -> None:
+        """Forget every column of ``rows``."""
+        for row in rows:
+            for column in self._columns.values():
+                column.pop(row, None)
+
+    def __len__(self) -> int:
+        return len({row for column in self._columns.values() for row in column})

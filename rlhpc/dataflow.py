@@ -1,0 +1,181 @@
+"""Columns and stages: an algorithm is a short list of stages that say what they read and write.
+
+The login node proves from the list that each column is written before it is read and that no role is missing;
+the controller derives from it the exchanges and what may run at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from rlhpc.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Column:
+    """A named field of rows."""
+
+    name: str
+    dtype: str
+    """torch dtype name."""
+    per_token: bool
+    """[T] with the length prompt + response of its row, or [N]."""
+
+
+COLUMNS: dict[str, Column] = {
+    c.name: c
+    for c in (
+        Column("token_ids", "int64", True),
+        Column("loss_mask", "bool", True),  # True on sampled (or supervised) response tokens
+        Column("rollout_logprobs", "float32", True),
+        Column("policy_version", "int32", True),
+        Column("old_logprobs", "float32", True),
+        Column("ref_logprobs", "float32", True),
+        Column("prompt_length", "int64", False),
+        Column("truncated", "bool", False),
+        Column("rewards", "float32", False),
+        Column("advantages", "float32", False),
+    )
+}
+
+CONTROLLER = "controller"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of the algorithm."""
+
+    name: str
+    role: str
+    """Role kind that runs it, or `controller` for [N] maths."""
+    method: str
+    """Method of the role."""
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    streams: bool = False
+    """May run on each group as soon as the group's columns are there."""
+    timing: str = ""
+    """Name under `timing_s/`; empty takes the stage's name."""
+
+
+def grpo_stages(*, use_reference: bool) -> tuple[Stage, ...]:
+    """GRPO, Shao et al. 2024 (arXiv:2402.03300), with an optional KL loss to a reference."""
+    stages = [
+        Stage(
+            "generate",
+            "rollout",
+            "generate",
+            writes=(
+                "token_ids",
+                "loss_mask",
+                "rollout_logprobs",
+                "policy_version",
+                "prompt_length",
+                "truncated",
+            ),
+            timing="gen",
+        ),
+        Stage(
+            "score",
+            "reward",
+            "score",
+            reads=("token_ids", "loss_mask"),
+            writes=("rewards",),
+            streams=True,
+            timing="reward",
+        ),
+    ]
+    if use_reference:
+        stages.append(
+            Stage(
+                "ref_logprobs",
+                "reference",
+                "compute_logprobs",
+                reads=("token_ids", "loss_mask"),
+                writes=("ref_logprobs",),
+                timing="ref",
+            )
+        )
+    stages += [
+        Stage(
+            "old_logprobs",
+            "actor",
+            "compute_logprobs",
+            reads=("token_ids", "loss_mask"),
+            writes=("old_logprobs",),
+            timing="old_log_prob",
+        ),
+        Stage(
+            "advantages",
+            CONTROLLER,
+            "compute_advantages",
+            reads=("rewards",),
+            writes=("advantages",),
+            timing="adv",
+        ),
+        Stage(
+            "update",
+            "actor",
+            "update",
+            reads=(
+                "token_ids",
+                "loss_mask",
+                "rollout_logprobs",
+                "old_logprobs",
+                "advantages",
+                *(("ref_logprobs",) if use_reference else ()),
+            ),
+            timing="update_actor",
+        ),
+        Stage("sync_weights", "actor", "sync_weights", timing="update_weights"),
+    ]
+    return tuple(stages)
+
+
+def sft_stages() -> tuple[Stage, ...]:
+    """Supervised fine-tuning on the actor engine: load rows, update."""
+    return (
+        Stage(
+            "load",
+            "actor",
+            "load_rows",
+            writes=("token_ids", "loss_mask", "prompt_length"),
+            timing="load",
+        ),
+        Stage("update", "actor", "update", reads=("token_ids", "loss_mask"), timing="update_actor"),
+    )
+
+
+def evaluation_stages() -> tuple[Stage, ...]:
+    """Greedy responses to held-out prompts, scored; weights and training position stay as they are."""
+    generate, score, *_ = grpo_stages(use_reference=False)
+    return (generate, score)
+
+
+def check_stages(stages: Sequence[Stage], role_kinds: Collection[str]) -> None:
+    """Raise ConfigError unless each column is known and written once before it is read, and each role exists."""
+    written: dict[str, str] = {}
+    for stage in stages:
+        if stage.role != CONTROLLER and stage.role not in role_kinds:
+            raise ConfigError(
+                f"stage {stage.name} needs a role of kind {stage.role}; "
+                f"roles has {sorted(role_kinds)}; add one under roles."
+            )
+        for column in (*stage.reads, *stage.writes):
+            if column not in COLUMNS:
+                raise ConfigError(
+                    f"stage {stage.name} names column {column!r}, which is not one of {sorted(COLUMNS)}"
+                )
+        for column in stage.reads:
+            if column not in written:
+                raise ConfigError(
+                    f"stage {stage.name} reads {column}, which no earlier stage writes; "
+                    "put the stage that writes it before"
+                )
+        for column in stage.writes:
+            if column in written:
+                raise ConfigError(
+                    f"stage {stage.name} writes {column}, which stage {written[column]} already wrote"
+                )
+            written[column] = stage.name

@@ -1,0 +1,1 @@
+"""Rule-based rewards by dotted path and the engine that runs them."""

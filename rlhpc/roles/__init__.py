@@ -1,0 +1,1 @@
+"""Roles: receive a command, gather columns, run the engine, keep the results."""

@@ -1,0 +1,1 @@
+"""Rollout engines: sample responses, report log-probs, take weights in place."""

@@ -1,0 +1,1 @@
+"""Slurm: job script, Submitit executor, environment, inventory and job state."""

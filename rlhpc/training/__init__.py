@@ -1,0 +1,1 @@
+"""Training engines: log-probs, updates, weights."""

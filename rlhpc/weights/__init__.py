@@ -1,0 +1,1 @@
+"""Weight parts: an engine's storage as boxes of Hugging Face-named tensors."""
