@@ -1,1 +1,1 @@
-"""Config: typed dataclasses (`schema`), Hydra composition (`load`) and login-node checks (`checks`)."""
+"""Config: typed dataclasses (`schema`), composition (`load`) and login-node checks (`checks`)."""

@@ -1,13 +1,21 @@
 """What each engine can do and the options it takes.  Torch-free: the login node reads it.
 
-An engine of one's own is an `EngineSpec` in any importable, torch-free module; a role names it by dotted path
+An engine of one's own is an `EngineSpec` in any importable, torch-free module; a role names it by
+dotted path
 (`engine: my_package.my_module.MY_ENGINE`).  `implementation` is imported on the ranks only.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
+
+from rlhpc.config.typed import build
+from rlhpc.errors import ConfigError, Problem, raise_problems
 
 
 class RoleKind(Enum):
@@ -93,7 +101,8 @@ class EngineSpec:
     axes: frozenset[str] = field(default_factory=lambda: frozenset({"dp"}))
     """Mesh axes that may be above 1."""
     world: str = "replica"
-    """Torch default world of its ranks: `role` (all ranks of the role) or `replica` (one dp index)."""
+    """Torch default world of its ranks: `role` (all the role's ranks) or `replica` (one dp index).
+    """
 
 
 ENGINES: dict[str, EngineSpec] = {
@@ -114,9 +123,7 @@ ENGINES: dict[str, EngineSpec] = {
             "rlhpc.rollout.vllm:VllmEngine",
             frozenset({"dp", "tp"}),
         ),
-        EngineSpec(
-            "hf", frozenset({RoleKind.rollout}), HfOptions, "rlhpc.rollout.hf:HfEngine"
-        ),
+        EngineSpec("hf", frozenset({RoleKind.rollout}), HfOptions, "rlhpc.rollout.hf:HfEngine"),
         EngineSpec(
             "function",
             frozenset({RoleKind.reward}),
@@ -125,3 +132,44 @@ ENGINES: dict[str, EngineSpec] = {
         ),
     )
 }
+
+
+def resolve_engine(name: str) -> EngineSpec:
+    """The engine called ``name``: built-in, or at a dotted path in a torch-free module.
+
+    Raises:
+        ConfigError: there is none, or importing it brings in torch.
+    """
+    if name in ENGINES:
+        return ENGINES[name]
+    module_name, _, attribute = name.rpartition(".")
+    if not module_name:
+        raise ConfigError(f"engine {name!r} is not known")
+    had_torch = "torch" in sys.modules
+    try:
+        spec = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as e:
+        raise ConfigError(f"engine {name!r} cannot be imported ({e})") from e
+    if not isinstance(spec, EngineSpec):
+        raise ConfigError(
+            f"engine {name!r} is a {type(spec).__name__}, not a rlhpc.config.engines.EngineSpec"
+        )
+    if "torch" in sys.modules and not had_torch:
+        raise ConfigError(
+            f"the module of engine {name!r} imports torch, which the login node must not "
+            "(keep the EngineSpec in a module of its own, its class named in `implementation`)"
+        )
+    return spec
+
+
+def engine_options(engine: str, options: Mapping[str, Any]) -> Any:
+    """Typed options: the engine's dataclass, made of the mapping of a config or a plan.
+
+    Raises:
+        ConfigError: an option is unknown or has the wrong type.
+    """
+    spec = resolve_engine(engine)
+    problems: list[Problem] = []
+    made = build(spec.options, options, "options", problems)
+    raise_problems(problems)
+    return made

@@ -1,7 +1,8 @@
-"""The config's types.  Defaults live here and nowhere else; every field says meaning, unit and range.
+"""The config's types.  Defaults live here and nowhere else; every field says meaning, unit, range.
 
-Plain dataclasses for OmegaConf (not frozen: it cannot merge into nested frozen ones).  `load.py` composes
-them from `configs/`, `checks.py` checks what spans fields, `plan.py` turns the result into a frozen plan.
+Plain dataclasses, made by `typed.build` from what Hydra composes.  `load.py` composes
+them from `configs/`, `checks.py` checks what spans fields, `plan.py` turns the result into a frozen
+plan.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class LossAggregation(Enum):
 
 
 class KlLossType(Enum):
-    """Estimator of KL(policy || reference) used as a loss; k1 has no gradient in expectation and is not offered."""
+    """Estimator of KL(policy || reference) as a loss; k1 has no gradient on average, so not offered."""
 
     k2 = "k2"
     k3 = "k3"
@@ -65,7 +66,7 @@ class AdvantageEstimator(Enum):
 
 @dataclass(kw_only=True)
 class ComponentConfig:
-    """One component of the heterogeneous job: what is asked of Slurm for the roles that live there."""
+    """One component of the job: what is asked of Slurm for the roles that live there."""
 
     partition: str | None = None
     """Slurm partition; None takes the cluster's default."""
@@ -77,10 +78,14 @@ class ComponentConfig:
     """Ranks of each node; None means one a GPU.  Only a component without GPUs may set it."""
     gpu_type: str | None = None
     """GPU type for `--gres=gpu:<type>:<n>`; None asks for any."""
+    gpu_mem_gib: float | None = None
+    """Memory of one GPU in GiB, for the memory check; None takes that of a well-known `gpu_type`.
+    """
     cpus_per_task: int = 1
     """CPU cores of each rank."""
     mem: str | None = None
-    """Host memory of each node (`--mem`), for example `200G`; None takes the partition's default."""
+    """Host memory of each node (`--mem`), for example `200G`; None takes the partition's default.
+    """
     account: str | None = None
     """Account to charge."""
     qos: str | None = None
@@ -94,7 +99,9 @@ class ComponentConfig:
     time: str | None = None
     """Time limit of this component, Slurm's format; None takes `cluster.time`."""
     sbatch: dict[str, Any] = field(default_factory=dict)
-    """Any further sbatch option by its long name; null removes one that rlhpc sets, true gives a bare flag."""
+    """Any further sbatch option by its long name; null removes one that rlhpc sets, true gives a
+    bare flag.
+    """
     setup: list[str] = field(default_factory=list)
     """Shell lines run on every task of this component before Python starts (modules, conda)."""
     launch_prefix: list[str] = field(default_factory=list)
@@ -136,7 +143,9 @@ class RoleConfig:
     engine: str
     """`megatron`, `vllm`, `hf`, `function`, or the dotted path of an `EngineSpec`."""
     gpus: str | None = None
-    """Slots of each node, for example `0-1` or `0,2`; None means all.  Roles may share slots or split them."""
+    """Slots of each node, for example `0-1` or `0,2`; None means all.  Roles may share slots or
+    split them.
+    """
     dp: int | None = None
     """Data-parallel replicas; None means what the other axes leave."""
     tp: int = 1
@@ -154,7 +163,8 @@ class RoleConfig:
     optim: OptimConfig | None = None
     """Optimizer; required for a trained role (actor), refused for others."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Options of the engine, checked against its dataclass."""
+    """Options of the engine; loading checks them against its dataclass and fills in its defaults.
+    """
 
 
 @dataclass(kw_only=True)
@@ -162,7 +172,9 @@ class ModelConfig:
     """The policy's starting point."""
 
     path: str
-    """Hugging Face folder: `config.json`, safetensors, tokenizer.  A path, never a hub name: compute nodes are offline."""
+    """Hugging Face folder: `config.json`, safetensors, tokenizer.  A path, never a hub name:
+    compute nodes are offline.
+    """
     tokenizer_path: str | None = None
     """Folder of the tokenizer; None takes `path`."""
 
@@ -194,7 +206,9 @@ class DataConfig:
     prompt_key: str = "prompt"
     """Column of the prompt: a list of messages or a string."""
     answer_key: str = "reward_model.ground_truth"
-    """Column of the ground truth handed to the reward; dots descend into structs.  JSONL may also use `answer`."""
+    """Column of the ground truth handed to the reward; dots descend into structs.  JSONL may also
+    use `answer`.
+    """
     response_key: str = "response"
     """Column of the target text, for supervised stages only."""
     chat_template: bool = True
@@ -206,7 +220,9 @@ class DataConfig:
     max_response_length: int = 512
     """Longest response in tokens."""
     filter_overlong_prompts: bool = False
-    """Drop prompts over the limit (counted and told) instead of stopping with an error that names them."""
+    """Drop prompts over the limit (counted and told) instead of stopping with an error that names
+    them.
+    """
     shuffle: bool = True
     """Visit prompts in a seeded order, new in each epoch."""
     val_max_prompts: int | None = None
@@ -226,7 +242,9 @@ class RewardConfig:
     """Rule-based reward."""
 
     function: str = "rlhpc.rewards.gsm8k.compute_score"
-    """Dotted path of `compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)`."""
+    """Dotted path of `compute_score(data_source, solution_str, ground_truth, extra_info=None,
+    **kwargs)`.
+    """
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the function."""
     shuffle: bool = False
@@ -244,7 +262,9 @@ class AlgorithmConfig:
     group_size: int = 8
     """Responses sampled for each prompt."""
     mini_batch_size: int | None = None
-    """Prompts of one optimizer update; None means the whole batch.  Must divide `data.train_batch_size`."""
+    """Prompts of one optimizer update; None means the whole batch.  Must divide
+    `data.train_batch_size`.
+    """
     epochs: int = 1
     """Passes over each batch."""
     norm_adv_by_std: bool = True
@@ -288,9 +308,12 @@ class TrainerConfig:
     num_samples: int = 3
     """Responses shown at the end."""
     export: bool = False
-    """Write the trained weights as a Hugging Face folder, `export/` in the run folder, at the end."""
+    """Write the trained weights as a Hugging Face folder, `export/` in the run folder, at the end.
+    """
     check_sync: bool = True
-    """After the first sync compare sampled log-probs with the trainer's and stop above `sync_tolerance`."""
+    """After the first sync compare sampled log-probs with the trainer's and stop above
+    `sync_tolerance`.
+    """
     sync_tolerance: float = 0.5
     """Largest mean |rollout_logprobs - old_logprobs| of a batch that is taken for rounding."""
 
