@@ -1,6 +1,7 @@
-"""RunConfig -> RunPlan: components, the rank table of every role, its mesh.  The only place where ranks are derived.
+"""RunConfig -> RunPlan: components, the rank table of every role, its mesh.
 
-A rank is global over the components of the one job step, in component order.  Inside a role the
+The only place where ranks are derived.  A rank is global over the components of the one job step,
+in component order.  Inside a role the
 mesh order is
 tp fastest, then dp, then pp (Megatron's default), so that the tp ranks of a replica are neighbours
 on a node.
@@ -80,7 +81,7 @@ class RolePlan:
         )
 
     def port(self, dp: int) -> int:
-        """The rank of replica ``dp`` through which its rows come and go: tp 0 of the last pipeline stage."""
+        """The rank through which rows of replica ``dp`` pass: tp 0 of the last pipeline stage."""
         return self.ranks[self.tp * (dp + self.dp * (self.pp - 1))]
 
     def world_ranks(self, rank: int) -> tuple[int, ...]:
@@ -165,7 +166,7 @@ def _make_role(config: RunConfig, name: str, components: Mapping[str, ComponentP
     role = config.roles[name]
     if role.component not in components:
         raise PlanError(
-            f"role {name} names component {role.component!r}, which is not one of {list(components)}"
+            f"role {name} names component {role.component!r}, which is not in {list(components)}"
         )
     component = components[role.component]
     slots = role_slots(config, role)
@@ -189,7 +190,7 @@ def _make_role(config: RunConfig, name: str, components: Mapping[str, ComponentP
 
 
 def compute_total_steps(config: RunConfig) -> int:
-    """Steps of the run: what is configured, else whole batches in `total_epochs` passes over the prompts.
+    """Steps of the run: what is configured, else whole batches in `total_epochs` passes.
 
     Prompts are counted without reading them; those that are dropped for their length are not known
     yet.

@@ -52,7 +52,7 @@ class LossAggregation(Enum):
 
 
 class KlLossType(Enum):
-    """Estimator of KL(policy || reference) as a loss; k1 has no gradient on average, so not offered."""
+    """Estimator of KL(policy || reference) as a loss (k1 has no gradient on average)."""
 
     k2 = "k2"
     k3 = "k3"
