@@ -122,6 +122,10 @@ class RunPlan:
         """Roles hosted by global rank ``rank``, in config order."""
         return tuple(r for r in self.roles if rank in r.ranks)
 
+    def log_name(self, rank: int) -> str:
+        """`rollout+reward_2.log`: the log file of global rank ``rank``, by its roles."""
+        return "+".join(r.name for r in self.roles_of(rank)) + f"_{rank}.log"
+
     def role(self, name: str) -> RolePlan:
         """The role called ``name``."""
         for role in self.roles:
