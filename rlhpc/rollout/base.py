@@ -1,4 +1,7 @@
-"""What a rollout engine must do.  One engine a dp replica; its first rank (tp 0) leads, the others follow."""
+"""What a rollout engine must do, and what goes in and out of it.
+
+One engine a dp replica; its first rank (tp 0) leads, the others follow.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from rlhpc.errors import CommandError
 from rlhpc.weights.base import WeightPart
 
 
@@ -16,7 +20,8 @@ class SampleRequest:
     row_id: int
     prompt_ids: tuple[int, ...]
     seed: int
-    """Row seed in [0, 2**63); the same seed, prompt and weights give the same tokens in any batch (fp32)."""
+    """Row seed in [0, 2**63); the same seed, prompt and weights give the same tokens in any batch
+    (fp32)."""
     max_new_tokens: int
     temperature: float
     """0 is greedy."""
@@ -34,6 +39,17 @@ class Sample:
     """Version of the weights that sampled each token."""
     truncated: bool
     """Ended by the length limit, not by an EOS."""
+
+
+def check_request(request: SampleRequest, *, max_model_len: int) -> None:
+    """Raise CommandError when ``request`` cannot be sampled within ``max_model_len`` tokens."""
+    length, limit = len(request.prompt_ids), request.max_new_tokens
+    if length < 1 or limit < 1 or length + limit > max_model_len:
+        raise CommandError(
+            f"row {request.row_id} has {length} prompt tokens and may sample {limit}; expected at "
+            f"least one each and at most {max_model_len} together. Lower data.max_prompt_length or "
+            "data.max_response_length"
+        )
 
 
 class RolloutEngine(Protocol):
@@ -62,13 +78,16 @@ class RolloutEngine(Protocol):
         """Follower: serve the leader until it lets go.
 
         Returns:
-            None when the leader ran out of work; else the number of the command that all ranks of the replica
-            must run now before coming back to `follow`.
+            None when the leader ran out of work; else the number of the command that all ranks of
+            the replica must run now before coming back to `follow`.
         """
         ...
 
     def interrupt(self, number: int) -> None:
-        """Leader, while busy: let followers out of `follow` to run command ``number``; they come back by themselves."""
+        """Leader, while busy: let followers out of `follow` to run command ``number``.
+
+        They come back by themselves.
+        """
         ...
 
     def weight_parts(self) -> list[WeightPart]:
@@ -76,7 +95,10 @@ class RolloutEngine(Protocol):
         ...
 
     def weights_updated(self, version: int) -> None:
-        """Told on every rank after the views were written: drop caches; later tokens carry ``version``.  Local."""
+        """Told on every rank after the views were written: drop caches.  Local.
+
+        Later tokens carry ``version``.
+        """
         ...
 
     def close(self) -> None:
