@@ -1,11 +1,12 @@
 """Columns and stages: an algorithm is a short list of stages that say what they read and write.
 
-The login node proves from the list that each column is written before it is read and that no role is missing;
-the controller derives from it the exchanges and what may run at the same time.
+The login node proves from the list that each column is written before it is read and that no role
+is missing; the controller derives from it the exchanges and what may run at the same time.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -147,14 +148,46 @@ def sft_stages() -> tuple[Stage, ...]:
     )
 
 
+def make_stages(name: str, *, use_reference: bool) -> tuple[Stage, ...]:
+    """The stages of algorithm ``name``: `grpo`, `sft`, or a function's dotted path.
+
+    The function takes `use_reference` and returns stages; its module must be torch-free, for the
+    login node reads it.
+
+    Raises:
+        ConfigError: the path cannot be imported or does not give stages.
+    """
+    if name == "grpo":
+        return grpo_stages(use_reference=use_reference)
+    if name == "sft":
+        return sft_stages()
+    module, _, attribute = name.rpartition(".")
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"algorithm.name={name!r} is neither grpo nor sft nor importable ({error}); "
+            "expected the dotted path of a function that returns stages. Set algorithm.name"
+        ) from error
+    stages = tuple(function(use_reference=use_reference))
+    if not stages or not all(isinstance(s, Stage) for s in stages):
+        raise ConfigError(
+            f"algorithm.name={name!r} returned {stages!r}; expected rlhpc.dataflow.Stage objects"
+        )
+    return stages
+
+
 def evaluation_stages() -> tuple[Stage, ...]:
-    """Greedy responses to held-out prompts, scored; weights and training position stay as they are."""
+    """Greedy responses to held-out prompts, scored.
+
+    Weights and training position stay as they are.
+    """
     generate, score, *_ = grpo_stages(use_reference=False)
     return (generate, score)
 
 
 def check_stages(stages: Sequence[Stage], role_kinds: Collection[str]) -> None:
-    """Raise ConfigError unless each column is known and written once before it is read, and each role exists."""
+    """Raise ConfigError unless columns are written once, before they are read, and roles exist."""
     written: dict[str, str] = {}
     for stage in stages:
         if stage.role != CONTROLLER and stage.role not in role_kinds:
@@ -165,7 +198,7 @@ def check_stages(stages: Sequence[Stage], role_kinds: Collection[str]) -> None:
         for column in (*stage.reads, *stage.writes):
             if column not in COLUMNS:
                 raise ConfigError(
-                    f"stage {stage.name} names column {column!r}, which is not one of {sorted(COLUMNS)}"
+                    f"stage {stage.name} names column {column!r}; expected one of {sorted(COLUMNS)}"
                 )
         for column in stage.reads:
             if column not in written:
@@ -176,6 +209,6 @@ def check_stages(stages: Sequence[Stage], role_kinds: Collection[str]) -> None:
         for column in stage.writes:
             if column in written:
                 raise ConfigError(
-                    f"stage {stage.name} writes {column}, which stage {written[column]} already wrote"
+                    f"stage {stage.name} writes {column}, as stage {written[column]} already did"
                 )
             written[column] = stage.name

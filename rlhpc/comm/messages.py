@@ -1,4 +1,4 @@
-"""What controller and ranks say to each other: small typed structs, msgpack on the wire, never a pickle."""
+"""What controller and ranks say to each other: small typed structs in msgpack, never a pickle."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
 
 class Command(msgspec.Struct, tag=True, frozen=True):
-    """Controller -> rank.  Numbers are global and rise; each lane runs its commands in number order."""
+    """Controller -> rank.
+
+    Numbers are global and rise; each lane runs its commands in number order.
+    """
 
     number: int
     lane: str

@@ -1,7 +1,8 @@
 """Rows laid end to end, without padding, and the store that keeps a rank's columns in host memory.
 
 Shapes: N rows, T tokens of all rows (prompt + response each), laid end to end with offsets.
-Entry t of a [T] column speaks of token t given what precedes it; entries outside the response are undefined.
+Entry t of a [T] column speaks of token t given what precedes it; entries outside the response are
+undefined.
 """
 
 from __future__ import annotations
@@ -55,7 +56,58 @@ class Batch:
 
     def token_rows(self) -> Tensor:
         """[T] int64, the position of each token's row."""
-        return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
+        positions = torch.arange(len(self), device=self.lengths.device)
+        return torch.repeat_interleave(positions, self.lengths)
+
+    def to(self, device: torch.device) -> Batch:
+        """The same rows with lengths and columns on ``device``."""
+        columns = {name: value.to(device) for name, value in self.columns.items()}
+        return Batch(self.row_ids, self.lengths.to(device), columns)
+
+
+_ALIGN = 8
+"""Bytes to which each column of a packed buffer is padded, to be viewed in its own dtype."""
+
+
+def _column_bytes(lengths: Tensor, column: str) -> tuple[int, int]:
+    """(entries, bytes with padding) of a column of rows with ``lengths``."""
+    spec = COLUMNS[column]
+    count = int(lengths.sum()) if spec.per_token else len(lengths)
+    size = count * getattr(torch, spec.dtype).itemsize
+    return count, -(-size // _ALIGN) * _ALIGN
+
+
+def packed_bytes(lengths: Tensor, columns: Sequence[str]) -> int:
+    """Size in bytes of `pack_columns` for rows with ``lengths`` ([N])."""
+    return sum(_column_bytes(lengths, c)[1] for c in columns)
+
+
+def pack_columns(batch: Batch, columns: Sequence[str]) -> Tensor:
+    """The named columns of ``batch`` in one uint8 buffer.
+
+    Both sides know its layout from the lengths.
+    """
+    buffer = torch.zeros(packed_bytes(batch.lengths, columns), dtype=torch.uint8)
+    start = 0
+    for name in columns:
+        data = batch.columns[name].contiguous().view(torch.uint8).flatten()
+        buffer[start : start + data.numel()] = data
+        start += _column_bytes(batch.lengths, name)[1]
+    return buffer
+
+
+def unpack_columns(buffer: Tensor, lengths: Tensor, columns: Sequence[str]) -> dict[str, Tensor]:
+    """Columns of rows with ``lengths`` ([N]) from a host buffer made by `pack_columns`.
+
+    Views of it.
+    """
+    out, start = {}, 0
+    for name in columns:
+        count, size = _column_bytes(lengths, name)
+        dtype = getattr(torch, COLUMNS[name].dtype)
+        out[name] = buffer[start : start + count * dtype.itemsize].view(dtype)
+        start += size
+    return out
 
 
 class ColumnStore:
@@ -84,9 +136,7 @@ class ColumnStore:
 
     def batch(self, rows: Sequence[int], columns: Iterable[str]) -> Batch:
         """The named columns of ``rows`` as one batch; lengths follow `token_ids`."""
-        lengths = torch.tensor(
-            [self.get("token_ids", r).numel() for r in rows], dtype=torch.int64
-        )
+        lengths = torch.tensor([self.get("token_ids", r).numel() for r in rows], dtype=torch.int64)
         out = Batch(list(rows), lengths)
         for name in columns:
             values = [self.get(name, r) for r in rows]
@@ -102,7 +152,7 @@ class ColumnStore:
     def release(self, rows: Iterable[int]) -> None:
         """Forget every column of ``rows``."""
         for row in rows:
-            for column in self._columns.values():
+            for column in list(self._columns.values()):
                 column.pop(row, None)
 
     def __len__(self) -> int:

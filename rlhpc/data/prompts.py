@@ -7,11 +7,10 @@ Torch-free; knows nothing of rows, ranks or sampling.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rlhpc.config.schema import DataConfig
 from rlhpc.data.readers import (
@@ -23,7 +22,6 @@ from rlhpc.data.readers import (
     read_rows,
     type_name,
 )
-from rlhpc.data.rows import stable_hash
 from rlhpc.data.tokenizer import encode_text
 from rlhpc.errors import ConfigError
 
@@ -51,53 +49,19 @@ class Prompt:
     """Target text of supervised stages."""
 
 
-class Visit(NamedTuple):
-    """One prompt at one pass over the data."""
-
-    epoch: int
-    prompt_index: int
-
-
 class PromptDataset(Sequence[Prompt]):
-    """Prompts and a visiting order that is a pure function of the seed."""
+    """Prompts of one split, in file order; the order of visits is `rows.PromptOrder`."""
 
-    def __init__(
-        self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool, num_overlong: int = 0
-    ) -> None:
+    def __init__(self, prompts: Sequence[Prompt], *, num_overlong: int = 0) -> None:
         self._prompts = list(prompts)
-        self._seed = seed
-        self._shuffle = shuffle
         self.num_overlong = num_overlong
         """Prompts that were dropped for their length."""
-        self.order = functools.lru_cache(maxsize=2)(self._make_order)
-        """`order(epoch)`: indices of all prompts in the order of that pass."""
 
     def __len__(self) -> int:
         return len(self._prompts)
 
     def __getitem__(self, index: Any) -> Any:
         return self._prompts[index]
-
-    def _make_order(self, epoch: int) -> tuple[int, ...]:
-        indices = range(len(self))
-        if not self._shuffle:
-            return tuple(indices)
-        return tuple(sorted(indices, key=lambda i: stable_hash("order", self._seed, epoch, i)))
-
-    def visits(self, step: int, batch_size: int) -> list[Visit]:
-        """The prompts of 0-based ``step``; a batch may run over the end of an epoch.
-
-        Each epoch visits every prompt once; nothing but the arguments and the seed matters, so a
-        resumed run
-        needs no reader state.
-        """
-        positions = range(step * batch_size, (step + 1) * batch_size)
-        passes = [divmod(p, len(self)) for p in positions]
-        return [Visit(epoch, self.order(epoch)[place]) for epoch, place in passes]
-
-    def indices(self, step: int, batch_size: int) -> list[int]:
-        """`visits` without the epochs."""
-        return [visit.prompt_index for visit in self.visits(step, batch_size)]
 
 
 def load_prompts(
@@ -108,8 +72,8 @@ def load_prompts(
     Args:
         config: `RunConfig.data`.
         tokenizer: from `load_tokenizer`.
-        split: `train` or `val`; the latter may be empty and is never shuffled.
-        seed: `RunConfig.seed`; also seeds reasoning-gym, with different problems for each split.
+        split: `train` or `val`; the latter may be empty.
+        seed: `RunConfig.seed`, for reasoning-gym, with different problems for each split.
         need_response: supervised stages: every row must carry `data.response_key`.
 
     Raises:
@@ -147,8 +111,6 @@ def load_prompts(
     ]
     return PromptDataset(
         prompts,
-        seed=seed,
-        shuffle=config.shuffle and split == "train",
         num_overlong=sum(d.over for d in drafts),
     )
 

