@@ -165,6 +165,8 @@ def _typed(plain: Any) -> tuple[RunConfig | None, list[Problem]]:
         return None, problems
     for name, role in made.roles.items():
         key = f"roles.{name}"
+        if not role.engine:
+            continue  # reported as missing
         try:
             spec = resolve_engine(role.engine)
         except ConfigError as e:

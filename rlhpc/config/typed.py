@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from enum import Enum
 from functools import cache
 from typing import Any
@@ -42,6 +42,12 @@ def nearest(name: str, names: Collection[str]) -> str | None:
     return found[0] if found else None
 
 
+def one_of(values: Iterable[Any]) -> str:
+    """`one of 1, 2, 4` of ``values``, or `1` where there is only that."""
+    texts = [str(v) for v in values]
+    return texts[0] if len(texts) == 1 else f"one of {', '.join(texts)}"
+
+
 def build(tp: Any, value: Any, key: str, problems: list[Problem]) -> Any:
     """Make a ``tp`` of plain ``value``.
 
@@ -52,7 +58,9 @@ def build(tp: Any, value: Any, key: str, problems: list[Problem]) -> Any:
         problems: receives what is wrong.
 
     Returns:
-        The typed value, or `BAD` when a problem other than an unknown key was found in it.
+        The typed value, or `BAD` where one could not be made.  Unknown keys are left out, and a
+        missing
+        string is empty, so that later checks can go on.
     """
     if tp is Any:
         return value
@@ -111,7 +119,7 @@ def _missing(tp: Any, key: str, problems: list[Problem]) -> Any:
             key, "no value is given", expected, f"Add {key}=... to the command or the experiment."
         )
     )
-    return BAD
+    return "" if tp is str else BAD
 
 
 def _unknown(name: str, names: list[str], prefix: str) -> Problem:
