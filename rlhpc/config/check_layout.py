@@ -279,5 +279,5 @@ def check_sharing(config: RunConfig) -> Iterator[Problem]:
                     f"roles.{other_name} on {list(other_slots)} with tp={other.tp} "
                     f"pp={other.pp}",
                     "the same slots, tp and pp for Megatron roles on the same ranks",
-                    f"Make them equal, split the slots with gpus, or give {name} its own component.",
+                    "Make them equal, split the slots with gpus, or use two components.",
                 )

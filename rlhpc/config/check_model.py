@@ -36,9 +36,7 @@ def check_model_sizes(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]
             continue
         wrong = _tp_misfits(role.tp, facts)
         if wrong:
-            legal = [
-                str(t) for t in range(1, _most_tp(config, role) + 1) if not _tp_misfits(t, facts)
-            ]
+            legal = one_of(t for t in _sizes_up_to(config, role) if not _tp_misfits(t, facts))
             yield Problem(
                 f"roles.{name}.tp",
                 f"tp={role.tp} does not fit {', '.join(wrong)} of the model",

@@ -1,8 +1,7 @@
 """All that can be known to be wrong before anything is queued, found at once.
 
-Takes a fraction of a second.  Each check is a generator of problems and trusts nothing that another check refuses.  What only the
-scheduler knows
-(partitions, limits) is checked by `slurm.inventory`.
+Takes a fraction of a second.  Each check is a generator of problems and trusts nothing that another
+one refuses.  What only the scheduler knows (partitions, limits) is checked by `slurm.inventory`.
 """
 
 from __future__ import annotations
