@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import pickle
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -25,11 +28,26 @@ def _rank_main(
             dist.init_process_group(
                 "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
             )
-        conn.send((True, fn(rank, *args)))
+        # Plain bytes: tensors sent as such would live in the memory of a process that is about to end.
+        conn.send_bytes(pickle.dumps((True, fn(rank, *args))))
     except BaseException:
-        conn.send((False, traceback.format_exc()))
+        conn.send_bytes(pickle.dumps((False, traceback.format_exc())))
     conn.close()
     os._exit(0)  # engines leave threads that would hold the interpreter
+
+
+_preloaded: tuple[str, ...] = ()
+
+
+def _use_fork_server(preload: tuple[str, ...]) -> None:
+    """A running server keeps what it imported: start another one where a test wants more."""
+    global _preloaded
+    if set(preload) <= set(_preloaded):
+        return
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)  # Python 3.11 forgets it
+    mp.set_forkserver_preload(list(preload))
+    _preloaded = preload
 
 
 def run_spmd(
@@ -45,7 +63,7 @@ def run_spmd(
     ``fn`` must be importable (module level).  ``init`` makes the torch default world of all ranks.
     """
     ctx = mp.get_context("forkserver")
-    ctx.set_forkserver_preload(list(preload))
+    _use_fork_server(preload)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
         store = f"{folder}/store" if init else ""
@@ -70,7 +88,7 @@ def run_spmd(
             for conn in ready:
                 rank = conns.pop(conn)
                 try:
-                    ok, value = conn.recv()
+                    ok, value = pickle.loads(conn.recv_bytes())
                 except EOFError:
                     ok, value = False, "died without a word"
                 if ok:
