@@ -128,9 +128,9 @@ def plan_transfers(
             for receiver in wanted_groups[group]:
                 nearest = _nearest(group_of, receiver, node_of)
                 if len(nearest) not in bins:
-                    bins[len(nearest)] = _share(pieces, len(nearest))
+                    bins[len(nearest)] = _share(pieces, len(nearest), split_elements // 8)
                 nearest.sort(key=lambda r: (load[r], r))
-                for sender, (nbytes, share) in zip(nearest, bins[len(nearest)], strict=True):
+                for sender, (nbytes, share) in zip(nearest, bins[len(nearest)], strict=False):
                     load[sender] += nbytes if sender != receiver else 0
                     if rank is None or rank in (sender, receiver):
                         transfers += _bind(share, sender, group_of[sender], receiver, slot)
@@ -265,8 +265,16 @@ def _nearest(
     return list(senders)
 
 
-def _share(pieces: Sequence[_Piece], count: int) -> list[tuple[int, list[_Piece]]]:
-    """``pieces`` dealt to ``count`` bins of nearly equal bytes: (bytes, pieces), heaviest first."""
+def _share(
+    pieces: Sequence[_Piece], count: int, min_elements: int
+) -> list[tuple[int, list[_Piece]]]:
+    """``pieces`` dealt to bins of nearly equal bytes: (bytes, pieces), heaviest first.
+
+    At most ``count`` bins, and fewer when they would hold less than ``min_elements`` each: a
+    message more costs more than the balance of a few bytes is worth.
+    """
+    elements = sum(box_size(piece.box) for piece in pieces)
+    count = min(count, len(pieces), -(-elements // max(1, min_elements)))
     bins: list[list[_Piece]] = [[] for _ in range(count)]
     heap = [(0, i) for i in range(count)]
     for piece in sorted(pieces, key=lambda p: -p.nbytes):

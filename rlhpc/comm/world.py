@@ -224,6 +224,10 @@ class Bridge:
             backend=BOTH_BACKENDS if device.type == "cuda" else "gloo",
             timeout_s=timeout_s,
         )
+        if device.type == "cuda":
+            # NCCL forms its communicator at the first operation, which all ranks must share;
+            # a later exchange may concern only some of them.
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
         return Bridge(group, name=name, ranks=tuple(ranks), rank=rank, device=device)
 
     @property
