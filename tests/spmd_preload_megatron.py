@@ -2,6 +2,6 @@
 
 import transformers.models.llama.modeling_llama
 import transformers.models.qwen2.modeling_qwen2
-import transformers.models.qwen3.modeling_qwen3
+import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
 import rlhpc.training.megatron  # noqa: F401

@@ -1,5 +1,4 @@
-"""Log-probability and entropy of tokens from logits whose vocabulary is split over tensor-parallel
-ranks.
+"""Log-prob and entropy of tokens from logits whose vocabulary is split over ranks.
 
 One autograd function: two collectives forward, none backward, padded vocabulary excluded, logits
 left untouched. Its memory beside logits and their gradient is one chunk of rows; the softmax is

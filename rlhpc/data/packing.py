@@ -1,5 +1,4 @@
-"""Rows -> micro-batches of packed tokens under a token budget.  Pure functions; no padding between
-rows.
+"""Rows -> micro-batches of packed tokens under a token budget.  No padding between rows.
 
 Shapes: R rows and T tokens of one micro-batch, S >= T tokens after alignment.
 """
@@ -69,9 +68,7 @@ class PackedTokens:
     """T."""
 
     def token_column(self, next_token: Tensor) -> Tensor:
-        """[S] values for the next token -> [T] values for each token given its past; 0 at the start
-        of a row.
-        """
+        """[S] values for the next token -> [T] for each token given its past; 0 opens a row."""
         shifted = torch.cat([next_token.new_zeros(1), next_token[: self.num_tokens - 1]])
         starts = torch.zeros_like(shifted, dtype=torch.bool)
         starts[self.row_starts] = True
@@ -79,9 +76,7 @@ class PackedTokens:
 
 
 def pack_tokens(batch: Batch, *, align: int, device: torch.device) -> PackedTokens:
-    """`token_ids` of ``batch``, packed for one forward pass on ``device``; the batch must have a
-    token.
-    """
+    """`token_ids` of ``batch`` (at least one) for one forward pass on ``device``."""
     token_ids = batch.columns["token_ids"]
     num_tokens = token_ids.numel()
     filling = -num_tokens % align

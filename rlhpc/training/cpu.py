@@ -58,8 +58,9 @@ def install() -> None:
 
 @contextmanager
 def as_cuda() -> Iterator[None]:
-    """Send "cuda" devices of torch calls in this thread to the CPU; also a decorator.  No-op with
-    CUDA.
+    """Send "cuda" devices of torch calls in this thread to the CPU; also a decorator.
+
+    Does nothing where CUDA is there.
     """
     with _CudaToCpu() if _installed else nullcontext():
         yield
@@ -73,9 +74,7 @@ def _names_cuda(device: Any) -> bool:
 
 
 class _CudaToCpu(TorchFunctionMode):
-    """Rewrites device arguments; `Tensor.type()` answers as on CUDA, because Megatron compares its
-    text.
-    """
+    """Rewrites device arguments; `Tensor.type()` gives CUDA's text, which Megatron compares."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -125,9 +124,7 @@ def _replace_cuda_calls() -> None:
 
 
 def _import_megatron() -> None:
-    """Import Megatron with `torch.compile` as identity: saves the import of the compiler and all
-    compiling.
-    """
+    """Import Megatron with `torch.compile` as identity: no compiler is loaded, nothing compiled."""
 
     def identity(fn: Callable[..., Any] | None = None, **_: Any) -> Any:
         return fn if fn is not None else lambda inner: inner

@@ -1,5 +1,4 @@
-"""The `megatron` engine: tensor, pipeline and data parallel training and scoring with
-megatron-core.
+"""The `megatron` engine: tensor, pipeline and data parallel training and scoring.
 
 It implements `training.base.TrainEngine`.  The model comes from `megatron_model`, attention from
 `megatron_modules`, the optimizer from `megatron_optim`, weights from `weights.megatron`; without
@@ -130,9 +129,7 @@ class MegatronEngine:
             torch.cuda.set_device(device)
 
     def _build(self, *, trained: bool) -> None:
-        """Set `_core` (the bare GPT model) and `_model` (wrapped for its dtype and for
-        training).
-        """
+        """Set `_core`, the bare GPT model, and `_model`, wrapped for its dtype and training."""
         fused = uses_transformer_engine(self._device, self._dtype)
         config = make_transformer_config(
             self._hf_config,
@@ -143,10 +140,7 @@ class MegatronEngine:
         )
         config.finalize_model_grads_func = _sum_gradients
         multiple = self._options.vocab_size_multiple * self._role.tp
-        with torch.random.fork_rng(devices=[]):  # Megatron moves the RNG even where it sets nothing
-            self._core: Any = build_model(
-                self._hf_config, config, vocab_multiple=multiple, fused=fused
-            )
+        self._core: Any = build_model(self._hf_config, config, vocab_multiple=multiple, fused=fused)
         if self._core.pre_process:
             self._core.embedding.word_embeddings.weight.data.zero_()  # rows of vocabulary padding
         self._config = config
@@ -190,13 +184,10 @@ class MegatronEngine:
             kept = self._run(batch, micro_batches, keep, temperature=temperature, train=False)
         if not self._core.post_process:
             return None
-        columns = {name: torch.zeros(batch.num_tokens) for name in ("logprobs", "entropy")}
-        token_rows = batch.token_rows()
-        for rows, values in zip(micro_batches, kept, strict=True):
-            here = torch.isin(token_rows, torch.tensor(rows))
-            for name, column in columns.items():
-                column[here] = values[name]
-        return columns
+        return {
+            name: _in_row_order(batch, micro_batches, [values[name] for values in kept])
+            for name in ("logprobs", "entropy")
+        }
 
     @cpu.as_cuda()
     def update(self, batch: Batch, loss_fn: LossFn, *, temperature: float) -> dict[str, float]:
@@ -240,9 +231,7 @@ class MegatronEngine:
 
     @cpu.as_cuda()
     def weights_updated(self) -> None:
-        """See `TrainEngine.weights_updated`: the tied output layer and the fp32 copies of the
-        optimizer.
-        """
+        """See `TrainEngine.weights_updated`: tied output layer and the optimizer's fp32 copies."""
         self._refresh_tied_copy()
         if self._optimizer is not None:
             self._optimizer.reload_weights()
@@ -264,9 +253,7 @@ class MegatronEngine:
         )
 
     def _refresh_tied_copy(self) -> None:
-        """Copy the embedding to the last pipeline stage where it is also the output layer.
-        Collective.
-        """
+        """Copy the embedding to the last stage, where it is the output layer.  Collective."""
         tied = self._hf_config.tie_word_embeddings
         if tied and self._role.pp > 1 and parallel_state.is_rank_in_embedding_group():
             weight = self._core.shared_embedding_or_output_weight()
@@ -289,9 +276,7 @@ class MegatronEngine:
         temperature: float,
         train: bool,
     ) -> list[dict[str, Tensor]]:
-        """Forward, and with ``train`` backward; what ``finish`` kept, on ranks of the last pipeline
-        stage.
-        """
+        """Forward, with ``train`` also backward; on the last stage what ``finish`` kept."""
         if not micro_batches:
             if train:
                 _sum_gradients([self._model])  # zeros, for the replicas that have rows
@@ -310,9 +295,7 @@ class MegatronEngine:
     def _forward(
         self, rows: Iterator[Batch], model: Any, *, finish: Finish, temperature: float
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
-        """One micro-batch through this pipeline stage, in the form that Megatron's schedules
-        take.
-        """
+        """One micro-batch through this pipeline stage, in the form of Megatron's schedules."""
         batch = next(rows)
         packed = pack_tokens(batch, align=self._align, device=self._device)
         # Not the length of the pack: rotary embeddings count from the start of each sequence.
@@ -368,6 +351,15 @@ class MegatronEngine:
         return total
 
 
+def _in_row_order(batch: Batch, micro_batches: list[list[int]], values: list[Tensor]) -> Tensor:
+    """[T] column of ``batch`` from those of its micro-batches."""
+    pieces = [torch.zeros(0)] * len(batch)
+    for rows, value in zip(micro_batches, values, strict=True):
+        for row, piece in zip(rows, value.split(batch.lengths[rows].tolist()), strict=True):
+            pieces[row] = piece
+    return torch.cat([torch.zeros(0), *pieces])
+
+
 def _sum_gradients(model: list[Any], _num_tokens: Tensor | None = None, **groups: Any) -> None:
     """Megatron's end of a backward pass without its division by tokens."""
     finalize_model_grads(model, None, **groups)
@@ -403,9 +395,9 @@ def _join_mesh(role: RolePlan, rank: int, seed: int) -> None:
     )
     if sizes != (role.tp, role.pp, role.dp):
         raise CommandError(
-            f"role {role.name} has (tp, pp, dp)={(role.tp, role.pp, role.dp)}, but another megatron "
-            f"role of this process has {sizes}; expected the same. Set equal axes and ranks, or give "
-            "it ranks of its own"
+            f"role {role.name} has (tp, pp, dp)={(role.tp, role.pp, role.dp)}, but another "
+            f"megatron role of this process has {sizes}; expected the same. Set equal axes and "
+            "ranks, or give it ranks of its own"
         )
     expected = role.coordinates(rank)
     assert here == expected, f"Megatron put rank {rank} at {here}, the plan at {expected}"

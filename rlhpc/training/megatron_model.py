@@ -123,9 +123,7 @@ def _leave_empty(_: Tensor) -> None:
 
 
 def uses_transformer_engine(device: torch.device, dtype: torch.dtype) -> bool:
-    """Transformer Engine is installed and has kernels for packed sequences on this device and in
-    this dtype.
-    """
+    """Transformer Engine is here, with kernels for packed sequences on this device and dtype."""
     half_on_gpu = device.type == "cuda" and dtype == torch.bfloat16
     return half_on_gpu and importlib.util.find_spec("transformer_engine") is not None
 
@@ -209,9 +207,7 @@ def build_model(config: Any, transformer: Any, *, vocab_multiple: int, fused: bo
 
 
 def _set_rope_frequencies(model: Any, config: Any) -> None:
-    """Take the frequencies from transformers: Megatron fixes numbers that are in the model's
-    config.
-    """
+    """Take the frequencies from transformers: Megatron fixes what the model's config sets."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     compute = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]]

@@ -1,5 +1,4 @@
-"""Modules put into Megatron's layer specs where Transformer Engine is not: RMSNorm and packed
-attention.
+"""RMSNorm and packed attention for Megatron's layer specs, without Transformer Engine.
 
 They run on CPU and CUDA and repeat the arithmetic of the transformers library.
 
@@ -31,11 +30,11 @@ class RMSNorm(nn.Module):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.eps = eps
-        self.weight: Any = nn.Parameter(
+        self.weight = nn.Parameter(
             torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
         )
         # Megatron sums the gradients of parameters with this mark over tp.
-        self.weight.sequence_parallel = config.sequence_parallel
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010  new name
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalise the last dim."""
@@ -85,9 +84,7 @@ class PackedAttention(MegatronModule):
 
 
 def pick_attention(device: torch.device, dtype: torch.dtype) -> VarlenAttention:
-    """flash-attn, else torch's own kernel, on CUDA in half precision; one SDPA a sequence
-    elsewhere.
-    """
+    """In half precision on CUDA flash-attn or torch's kernel, elsewhere one SDPA a sequence."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return attend_each_sequence
     return _flash_attention if importlib.util.find_spec("flash_attn") else _torch_varlen_attention
@@ -112,7 +109,7 @@ def attend_each_sequence(
 def _flash_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, scale: float
 ) -> Tensor:
-    from flash_attn import flash_attn_varlen_func  # CUDA only, optional
+    from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
 
     return flash_attn_varlen_func(
         query,
@@ -148,9 +145,7 @@ def _torch_varlen_attention(
 
 
 def use_own_modules(block_spec: Any) -> None:
-    """Put RMSNorm and PackedAttention into a local (not Transformer Engine) block spec, in
-    place.
-    """
+    """Put RMSNorm and PackedAttention into a block spec, in place."""
     for layer in block_spec.layer_specs:
         parts = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm

@@ -1,6 +1,4 @@
-"""Megatron's optimizer and its schedule from `OptimConfig`, and one step that refuses what is not
-finite.
-"""
+"""Megatron's optimizer and schedule from `OptimConfig`; a step refuses what is not finite."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ from rlhpc.training.megatron_imports import (
 
 
 class StepOptimizer:
-    """AdamW over a DDP-wrapped model; which Adam runs (Transformer Engine, Apex, torch) is
-    Megatron's choice.
-    """
+    """AdamW over a DDP-wrapped model, with Transformer Engine's, Apex's or torch's kernel."""
 
     def __init__(
         self,

@@ -81,8 +81,9 @@ class WeightReader:
         tensor = self._handle(file).get_slice(part.name)
         if tuple(tensor.get_shape()) != part.shape:
             raise LayoutError(
-                f"{part.name} in {self.folder} has shape {tuple(tensor.get_shape())}; expected "
-                f"{part.shape}. config.json and the weights do not belong together: check model.path"
+                f"{part.name} in {self.folder} has shape {tuple(tensor.get_shape())}; "
+                f"expected {part.shape}. config.json and the weights do not belong together: "
+                "check model.path"
             )
         return tensor[tuple(slice(start, stop) for start, stop in part.box)]
 
@@ -112,15 +113,14 @@ def save_weight_parts(
     model_path: str | Path,
     tokenizer_path: str | Path | None = None,
 ) -> None:
-    """Write a Hugging Face folder on rank 0.  Collective over the default world, which must hold
-    every tensor.
+    """Write a Hugging Face folder on rank 0.  Collective over the default world.
 
     Rank 0 holds one shard (5 GB) at a time in host memory; each box comes from the lowest rank that
     has it.
 
     Args:
         folder: made if missing; files of the same names are replaced.
-        parts: this rank's.
+        parts: this rank's; those of all ranks must make up every tensor.
         model_path: folder whose config.json and generation_config.json are taken.
         tokenizer_path: folder whose tokenizer files are taken; None means ``model_path``.
     """
@@ -198,9 +198,7 @@ def _natural(name: str) -> list[tuple[int, int | str]]:
 
 
 def _plan_shards(shapes: dict[str, tuple[int, ...]], itemsize: int) -> dict[str, list[str]]:
-    """File name -> tensors, in natural order of names, each file at most `MAX_SHARD_BYTES` if its
-    tensors allow.
-    """
+    """File name -> tensors in natural order, at most `MAX_SHARD_BYTES` or one tensor each."""
     groups: list[list[str]] = [[]]
     size = 0
     for name in sorted(shapes, key=_natural):
@@ -233,9 +231,7 @@ def _write_index(folder: Path, shards: dict[str, list[str]], owners: Owners, ite
 def copy_model_files(
     folder: Path, model_path: str | Path, tokenizer_path: str | Path, dtype: torch.dtype
 ) -> None:
-    """config.json (with ``dtype``), generation_config.json and tokenizer files, as far as they
-    exist.
-    """
+    """Copy config.json (with ``dtype``), generation config and tokenizer, where they exist."""
     config = json.loads((Path(model_path) / "config.json").read_text())
     config.pop("torch_dtype", None)  # the name before transformers 4.56
     config["dtype"] = str(dtype).removeprefix("torch.")

@@ -1,5 +1,4 @@
-"""Weight parts of one rank's Megatron model: fused and padded parameters as boxes of checkpoint
-tensors.
+"""Weight parts of a Megatron rank: fused and padded parameters as boxes of checkpoint tensors.
 
 The views are views of the parameters' storage, so that one list serves loading, sending and
 receiving.

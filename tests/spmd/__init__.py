@@ -16,7 +16,12 @@ from typing import Any
 
 
 def _rank_main(
-    fn: Callable[..., Any], rank: int, world_size: int, store: str, args: tuple[Any, ...], conn: Connection
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    store: str,
+    args: tuple[Any, ...],
+    conn: Connection,
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -28,7 +33,7 @@ def _rank_main(
             dist.init_process_group(
                 "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
             )
-        # Plain bytes: tensors sent as such would live in the memory of a process that is about to end.
+        # Plain bytes: tensors sent as such would live in the memory of a process about to end.
         conn.send_bytes(pickle.dumps((True, fn(rank, *args))))
     except BaseException:
         conn.send_bytes(pickle.dumps((False, traceback.format_exc())))
@@ -45,7 +50,8 @@ def _use_fork_server(preload: tuple[str, ...]) -> None:
     if set(preload) <= set(_preloaded):
         return
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
-    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)  # Python 3.11 forgets it
+    # The server of Python 3.11 does not take over sys.path.
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     mp.set_forkserver_preload(list(preload))
     _preloaded = preload
 
