@@ -13,7 +13,6 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +32,16 @@ _SECRET_ASSIGNED = re.compile(
 
 
 def builtin_config_dir() -> Path:
-    """Folder of rlhpc's configs: next to the package in a checkout, else `rlhpc.configs`.
+    """Folder of rlhpc's configs: inside the installed package, or next to it in a checkout.
 
     Raises:
         ConfigError: neither is there.
     """
-    checkout = Path(__file__).parents[2] / "configs"
-    if (checkout / f"{PRIMARY}.yaml").is_file():
-        return checkout
-    spec = find_spec("rlhpc.configs")
-    if spec is not None and spec.submodule_search_locations:
-        return Path(next(iter(spec.submodule_search_locations)))
-    raise ConfigError(f"rlhpc's configs are neither in {checkout} nor installed; reinstall rlhpc")
+    package = Path(__file__).parents[1]
+    for folder in (package / "configs", package.parent / "configs"):
+        if (folder / f"{PRIMARY}.yaml").is_file():
+            return folder
+    raise ConfigError(f"rlhpc's configs are not in {package} nor beside it; install rlhpc again")
 
 
 def compose(
