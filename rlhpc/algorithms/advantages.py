@@ -94,12 +94,3 @@ def _group_rows(rewards: Tensor, groups: Tensor) -> _Groups:
     low = inf.scatter_reduce(0, place, torch.where(valid, values, torch.inf), "amin")
     high = (-inf).scatter_reduce(0, place, torch.where(valid, values, -torch.inf), "amax")
     return _Groups(valid, count, mean, std, (high > low)[place])
-
-
-def shuffle_rewards(rewards: Tensor, *, seed: int) -> Tensor:
-    """[N] rewards, each row given another row's: a negative control that must teach nothing."""
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(rewards), generator=generator)
-    shuffled = torch.empty_like(rewards)
-    shuffled[order] = rewards[order.roll(1)]
-    return shuffled
