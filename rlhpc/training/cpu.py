@@ -56,6 +56,11 @@ def install() -> None:
     _replace_optimizer()
 
 
+def is_installed() -> bool:
+    """True when the stand-ins are in place."""
+    return _installed
+
+
 @contextmanager
 def as_cuda() -> Iterator[None]:
     """Send "cuda" devices of torch calls in this thread to the CPU; also a decorator.

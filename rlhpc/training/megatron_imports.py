@@ -11,6 +11,15 @@ from rlhpc.training import cpu
 
 cpu.install()  # first: megatron looks at torch.cuda while it is imported
 
+# What Megatron and torch tell each other, not the user.
+for _message in (
+    "full scope is deprecated",
+    "The .grad attribute of a Tensor that is not a leaf",
+    r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
+    *(("When using sequence parallelism it is recommended",) if cpu.is_installed() else ()),
+):
+    warnings.filterwarnings("ignore", message=_message)
+
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*")
     from megatron.core import parallel_state
