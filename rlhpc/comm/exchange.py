@@ -32,7 +32,7 @@ from torch import Tensor
 from rlhpc.comm.world import Bridge
 from rlhpc.data.batch import ColumnStore
 from rlhpc.dataflow import COLUMNS
-from rlhpc.errors import LayoutError
+from rlhpc.errors import ChannelError, LayoutError
 from rlhpc.layout import Box, Part, box_size, plan_transfers, relative_slices
 from rlhpc.weights.base import WeightPart
 
@@ -225,13 +225,25 @@ def _post(
     sends: Iterable[tuple[int, Tensor]],
     receives: Iterable[tuple[int, Tensor]],
 ) -> None:
-    """Send and receive bytes with peers all at once, and wait.  Messages of a pair keep order."""
+    """Send and receive bytes with peers all at once, and wait.  Messages of a pair keep order.
+
+    Raises:
+        ChannelError: A connection broke or the group's timeout passed.
+    """
     ops = [dist.P2POp(dist.isend, data, peer, bridge.group) for peer, data in sends]
     ops += [dist.P2POp(dist.irecv, data, peer, bridge.group) for peer, data in receives]
     ops = [op for op in ops if op.tensor.numel()]
-    if ops:
+    if not ops:
+        return
+    try:
         for work in dist.batch_isend_irecv(ops):
             work.wait()
+    except RuntimeError as error:
+        peers = sorted({op.peer for op in ops})
+        raise ChannelError(
+            f"exchange over bridge {bridge.name} broke on rank {bridge.rank} with peers {peers}: "
+            f"{error}; a peer failed or was late, look for the first failure"
+        ) from error
 
 
 def _on(device: torch.device) -> AbstractContextManager[None]:
