@@ -113,6 +113,10 @@ class Calls:
         while not all(call.done for call in calls):
             self.poll(1.0)
 
+    def wait_for_all(self) -> None:
+        """Poll until no call is open."""
+        self.wait(*self._open.values())
+
     def wait_for_goodbyes(self, timeout_s: float) -> None:
         """Poll until every rank has said goodbye.
 

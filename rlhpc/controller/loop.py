@@ -24,7 +24,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.controller.calls import Calls
 from rlhpc.controller.rows import RowTable
 from rlhpc.controller.steps import BatchRun, BatchSpec
-from rlhpc.controller.summary import evaluation_metrics, step_metrics
+from rlhpc.controller.summary import device_samples, evaluation_metrics, step_metrics
 from rlhpc.data.rows import PromptOrder, row_seed
 from rlhpc.dataflow import Stage, evaluation_stages, make_stages
 from rlhpc.errors import RlhpcError, RunFailedError
@@ -80,8 +80,9 @@ class Controller:
             rank: "+".join(r.label(rank) for r in self._plan.roles_of(rank)) or "idle"
             for rank in range(self._plan.num_ranks)
         }
-        self._server.wait_for_peers(expected, self._config.cluster.connect_timeout_s)
-        hosts = self._server.hosts
+        hosts = self._server.wait_for_peers(
+            expected, self._config.cluster.connect_timeout_s
+        )
         self._calls.set_hosts(hosts)
         nodes = ", ".join(sorted(set(hosts.values())))
         self._reporter.line("run", f"{self._plan.num_ranks} ranks connected on {nodes}")
@@ -136,7 +137,7 @@ class Controller:
             epoch=self._order.visits(step - 1, 1)[0].epoch,
         )
         self._check_sync(step, metrics)
-        self._reporter.step(step, metrics)
+        self._reporter.step(step, metrics, devices=device_samples(self._plan, batch))
 
     def _make_training_rows(self, step: int) -> RowTable:
         """Rows of ``step`` (from 1): `group_size` a prompt where they are sampled, else one."""
@@ -202,6 +203,7 @@ class Controller:
         self._reporter.line("actor", f"exported Hugging Face folder {folder}")
 
     def _stop(self) -> None:
+        self._calls.wait_for_all()
         call = self._calls.issue("stop", {r: {} for r in range(self._plan.num_ranks)})
         self._calls.wait(call)
         self._calls.wait_for_goodbyes(GOODBYE_TIMEOUT_S)

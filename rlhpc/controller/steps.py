@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlhpc.algorithms.losses import Denominators
 from rlhpc.comm.messages import TRANSFER, Event
 from rlhpc.config.schema import RunConfig
 from rlhpc.controller.advantages import compute_row_advantages
@@ -313,6 +314,7 @@ class BatchRun:
     def _on_scores(self, event: Event) -> None:
         """Rewards of some rows."""
         self.rows.set_values("rewards", event.data["rows"], event.data["rewards"])
+        self.rows.set_values("data_source", event.data["rows"], event.data["data_source"])
         for name, values in event.data["extra"].items():
             self.rows.set_values(f"score/{name}", event.data["rows"], values)
 
@@ -345,12 +347,14 @@ class BatchRun:
         self._place(role)
         after = self._fetch(role, run.stage.reads, range(len(self.rows)))
         self._mark_fetched(role, run.stage.reads)
+        response_lengths = self.rows.response_lengths
         for prompts in self._mini_batches:
             positions = self._positions_of_prompts(prompts)
+            denominators = Denominators.from_lengths([response_lengths[p] for p in positions])
             extra = {
                 "columns": [c for c in run.stage.reads if COLUMNS[c].per_token],
-                "num_loss_tokens": sum(self.rows.response_lengths[p] for p in positions),
-                "num_rows": len(positions),
+                "num_loss_tokens": denominators.tokens,
+                "num_rows": denominators.rows,
                 "temperature": self._config.sampling.temperature,
             }
             args, chosen = self._replica_args(role, positions, extra)

@@ -50,6 +50,7 @@ class RewardRole:
             {
                 "rows": [r.row_id for r in results],
                 "rewards": [r.reward for r in results],
+                "data_source": [i.data_source for i in items],
                 "extra": {n: [r.extra.get(n, float("nan")) for r in results] for n in names},
             },
         )

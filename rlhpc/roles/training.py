@@ -100,11 +100,12 @@ class TrainingRole:
         args = command.args
         batch = self._gather(args, args["columns"])
         denominators = Denominators(tokens=args["num_loss_tokens"], rows=args["num_rows"])
+        algorithm = self._context.config.algorithm
         if "advantages" in args:
             batch.columns["advantages"] = torch.tensor(args["advantages"], dtype=torch.float32)
-            loss_fn = make_policy_loss(self._context.config.algorithm, denominators=denominators)
+            loss_fn = make_policy_loss(algorithm, denominators=denominators)
         else:
-            loss_fn = make_sft_loss(denominators=denominators)
+            loss_fn = make_sft_loss(algorithm, denominators=denominators)
         metrics = self._engine.update(batch, loss_fn, temperature=args["temperature"])
         return {"metrics": metrics, "num_tokens": batch.num_tokens}
 
