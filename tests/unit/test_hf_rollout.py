@@ -7,7 +7,6 @@ import torch
 from rlhpc.config.engines import HfOptions
 from rlhpc.errors import CommandError, PlanError
 from rlhpc.rollout.base import SampleRequest
-from rlhpc.rollout.hf import HfEngine
 from tests.rollout_models import (
     EOS,
     drain,
@@ -17,6 +16,7 @@ from tests.rollout_models import (
     requests,
     role_of,
     save_tiny,
+    write_checkpoint,
 )
 
 
@@ -28,12 +28,6 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def other_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny(tmp_path_factory.mktemp("other"), seed=1)
-
-
-def write_weights(engine: HfEngine, model_path: str) -> None:
-    source = {part.name: part.view for part in hf_engine(model_path).weight_parts()}
-    for part in engine.weight_parts():
-        part.view.copy_(source[part.name])
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -102,7 +96,7 @@ def test_new_weights_in_the_middle_act_as_a_fresh_start_from_prompt_and_prefix(
     engine.add(requests(6, temperature=0.0))
     for _ in range(10):
         engine.step()
-    write_weights(engine, other_path)
+    write_checkpoint(engine, other_path)
     engine.weights_updated(7)
     got = drain(engine, [])
     fresh = hf_engine(other_path, stop_token_ids=())
