@@ -113,9 +113,11 @@ class MetricsReporter:
                 job()
         except Exception as error:
             self._error = error
-        finally:
-            for tracker in self._trackers:
+        for tracker in self._trackers:
+            try:
                 tracker.close()
+            except Exception as error:
+                self._error = self._error or error
 
     def _write_lines(self, lines: Sequence[tuple[str, str]]) -> None:
         if self._console is not None:

@@ -44,9 +44,7 @@ def read_records(file: Path) -> list[dict[str, Any]]:
 
 
 def series(records: Sequence[dict[str, Any]], name: str) -> Series:
-    """Steps and values of metric ``name`` where it is a number; a later record of a step replaces
-    an earlier one.
-    """
+    """Steps and values of metric ``name``, nulls left out; of a step the last record counts."""
     values = {r["step"]: r[name] for r in records if r.get(name) is not None}
     steps = sorted(values)
     return steps, [values[s] for s in steps]

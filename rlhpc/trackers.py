@@ -39,8 +39,10 @@ class ConsoleLog:
         self._file = open(run_dir / "console.log", "a", encoding="utf-8")  # noqa: SIM115
 
     def lines(self, lines: Sequence[tuple[str, str]]) -> None:
-        """Write (prefix, text) pairs as `[prefix] text`."""
-        self._file.writelines(f"{f'[{prefix}]':<11} {text}\n" for prefix, text in lines)
+        """Write (prefix, text) pairs as `[prefix] text`, the prefix on every line of a text."""
+        for prefix, text in lines:
+            head = f"[{prefix}]"
+            self._file.writelines(f"{head:<11} {part}\n" for part in text.splitlines())
         self._file.flush()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -52,9 +54,7 @@ class ConsoleLog:
 
 
 class FileTracker:
-    """`metrics.jsonl`: one object a step, with `step` and `time` (unix seconds); null where a
-    number is not finite.
-    """
+    """`metrics.jsonl`: an object a step, with `step` and unix `time`; null for NaN and inf."""
 
     def __init__(self, run_dir: Path, config: RunConfig) -> None:  # noqa: ARG002
         self._file = open(run_dir / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
@@ -93,9 +93,7 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """Weights & Biases, offline on compute nodes unless `cluster.offline` is false or WANDB_MODE
-    says otherwise.
-    """
+    """Weights & Biases; offline unless `cluster.offline` is false or WANDB_MODE says otherwise."""
 
     def __init__(self, run_dir: Path, config: RunConfig) -> None:
         try:

@@ -20,8 +20,7 @@ def compute_score(
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> dict[str, float]:
-    """``score`` for the right number, ``format_score`` for another number in the right place, else
-    0.
+    """``score`` for the right number, ``format_score`` for another in its place, else 0.
 
     Numbers are compared by value: `18`, `18.00` and `$18` are one.
 
