@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--follow", action="store_true", help="like --wait, and show the run's console"
     )
     parser.add_argument(
-        "--config-dir", type=Path, help="folder of your own configs, searched before the built-in"
+        "--config-dir", type=Path, help="folder of your own configs: experiment/, cluster/, ..."
     )
 
 

@@ -22,7 +22,7 @@ from rlhpc.config.model_facts import ARCHITECTURES, read_model_facts
 from rlhpc.config.schema import Device, Launcher, RunConfig
 from rlhpc.errors import ConfigError, Problem
 
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_NAME = re.compile(r"(?!models/)[\w.-]+(/[\w.-]+)?")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 
@@ -53,7 +53,12 @@ def _missing_folder(key: str, path: str) -> Problem:
             "a local folder: compute nodes are offline",
             f"Download it first: hf download {path} --local-dir DIR, then set {key}=DIR.",
         )
-    return Problem(key, f"folder {path!r} does not exist", "a Hugging Face folder", f"Set {key}.")
+    return Problem(
+        key,
+        f"folder {path!r} does not exist",
+        "a Hugging Face folder",
+        f"Set {key}, or make a small model with launch/make-model.",
+    )
 
 
 def _check_model(config: RunConfig) -> Iterator[Problem]:

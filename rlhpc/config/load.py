@@ -51,7 +51,7 @@ def compose(
 
     Args:
         overrides: Hydra overrides, `group=choice` and `key=value`.
-        config_dir: a folder of one's own configs, searched before the built-in ones.
+        config_dir: a folder of one's own configs, searched after the built-in ones.
 
     Returns:
         The config, None where a value could not be typed, and what is wrong so far.
@@ -187,21 +187,36 @@ def _compose_plain(overrides: Sequence[str], config_dir: Path | None) -> Any:
     from omegaconf.errors import OmegaConfBaseException
 
     logging.getLogger("hydra").setLevel(logging.ERROR)
-    builtin = builtin_config_dir()
-    folders = [builtin] if config_dir is None else [config_dir.resolve(), builtin]
-    if not folders[0].is_dir():
-        raise ConfigError(
-            f"--config-dir {folders[0]} is not a folder; give one that holds experiment/ and so on"
-        )
-    arguments = [_forced(o, folders) for o in overrides]
+    folders = [builtin_config_dir()]
+    searchpath = []
     if config_dir is not None:
-        arguments.append(f"hydra.searchpath=[file://{builtin}]")
+        folders.append(_own_config_dir(config_dir.resolve(), folders[0]))
+        searchpath.append(f"hydra.searchpath=[file://{folders[1]}]")
+    _check_choices(overrides, folders)
+    arguments = [*(_forced(o, folders) for o in overrides), *searchpath]
     try:
         with initialize_config_dir(str(folders[0]), version_base=None):
             composed = hydra_compose(PRIMARY, overrides=arguments)
         return OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException) as e:
-        raise ConfigError(_explain(str(e), overrides, folders)) from e
+        raise ConfigError(
+            f"the overrides cannot be composed: {' '.join(str(e).split())}; "
+            "write key=value, and quote values with special characters: 'key=\"a value\"'"
+        ) from e
+
+
+def _own_config_dir(own: Path, builtin: Path) -> Path:
+    """The user's folder ``own``, whose files must not hide behind built-in ones of the same name."""
+    if not own.is_dir():
+        raise ConfigError(f"--config-dir {own} is not a folder; give one that holds experiment/")
+    names = {str(p.relative_to(own)) for p in own.rglob("*.yaml")}
+    twice = sorted(names & {str(p.relative_to(builtin)) for p in builtin.rglob("*.yaml")})
+    if twice:
+        raise ConfigError(
+            f"--config-dir {own}: {', '.join(twice)} would hide behind a built-in config of the "
+            "same name; rename it"
+        )
+    return own
 
 
 def _forced(override: str, folders: Sequence[Path]) -> str:
@@ -219,21 +234,13 @@ def _choices(group: str, folders: Sequence[Path]) -> list[str]:
     return sorted({p.stem for folder in folders for p in (folder / group).glob("*.yaml")})
 
 
-def _explain(message: str, overrides: Sequence[str], folders: Sequence[Path]) -> str:
-    """Hydra's message, in one line, or a better one for a choice that is not there."""
+def _check_choices(overrides: Sequence[str], folders: Sequence[Path]) -> None:
     for override in overrides:
         group, _, choice = override.lstrip("+").partition("=")
         choices = _choices(group, folders)
-        if choices and choice not in (*choices, "null"):
+        if choices and choice not in (*choices, "null") and not choice.startswith("{"):
             near = nearest(choice, choices)
-            hint = (
-                f"did you mean {group}={near}?"
-                if near
-                else "choose one, or pass --config-dir for your own"
+            hint = f"did you mean {group}={near}?" if near else "or pass --config-dir for your own"
+            raise ConfigError(
+                f"{group}={choice} is not there; expected one of {', '.join(choices)}; {hint}"
             )
-            return f"{group}={choice} is not there; expected one of {', '.join(choices)}; {hint}"
-    first = " ".join(message.split())
-    return (
-        f"the overrides cannot be composed: {first}; "
-        "write key=value, and quote values with special characters: 'key=\"a value\"'"
-    )
