@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from rlhpc.config.schema import ComponentConfig, RunConfig
 from rlhpc.errors import PlanError
 
-_FOREIGN = ("SLURM_", "SBATCH_", "SRUN_")
+_FOREIGN = ("SLURM_", "SBATCH_", "SRUN_", "SLURMD_")
 _KEPT = "SLURM_CONF"
 """Where the cluster's config is: an address, not a setting of a job."""
 

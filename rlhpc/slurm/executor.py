@@ -45,7 +45,7 @@ def submit_run(
         ConfigError: the script cannot carry the config.
         SubmitError: Slurm refused; its words are in the message and nothing is queued.
     """
-    executor = HetSlurmExecutor(plan.path / "submitit", config=config, plan=plan, command=command)
+    executor = HetSlurmExecutor(config=config, plan=plan, command=command)
     job = executor.submit(run_worker, plan.run_dir)
     assert isinstance(job, HetSlurmJob), type(job)
     return job
@@ -160,13 +160,12 @@ class HetSlurmJob(slurm.SlurmJob[Any]):
 
 
 class HetSlurmExecutor(slurm.SlurmExecutor):
-    """Submits the run of one config and plan; `folder` is `<run_dir>/submitit`."""
+    """Submits the run of one config and plan; Submitit's folder is `<run_dir>/submitit`."""
 
     job_class = HetSlurmJob
 
     def __init__(
         self,
-        folder: Path | str,
         *,
         config: RunConfig,
         plan: RunPlan,
@@ -177,7 +176,7 @@ class HetSlurmExecutor(slurm.SlurmExecutor):
                 "srun is not on PATH; expected a Slurm login node. "
                 "Go to one, use launch/devcluster, or set cluster=local"
             )
-        super().__init__(folder)
+        super().__init__(plan.path / "submitit")
         self.config = config
         self.plan = plan
         self.command = command
@@ -200,7 +199,7 @@ class HetSlurmExecutor(slurm.SlurmExecutor):
     def _internal_process_submissions(
         self, delayed_submissions: list[utils.DelayedSubmission]
     ) -> list[core.Job[Any]]:
-        """Queue one job.  Its files have fixed names, which the script links to the job's id."""
+        """Check, write and queue one job."""
         if len(delayed_submissions) != 1:
             raise SubmitError(
                 f"{len(delayed_submissions)} submissions at once; expected 1, since Slurm has no "

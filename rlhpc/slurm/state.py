@@ -198,7 +198,7 @@ def _offset(job_id: str) -> int:
 def _ask(command: list[str]) -> str | None:
     """Output of a query; empty if Slurm answers that it knows no such job, None if it is silent."""
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return None
     if result.returncode == 0:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 import time
@@ -31,9 +33,11 @@ seen["code_first"] = os.environ["PYTHONPATH"].split(":")[0]
 (run / f"seen_{rank.rank}.json").write_text(json.dumps(seen))
 """
 DONE = """
-deadline = __import__("time").time() + 20
+import time
+end = time.monotonic() + 20
 while len(list(run.glob("seen_*.json"))) < rank.num_ranks:
-    assert __import__("time").time() < deadline
+    assert time.monotonic() < end
+    time.sleep(0.1)
 if rank.rank == 0:
     (run / "DONE").touch()
 """
@@ -173,3 +177,33 @@ def test_variables_of_the_login_shell_do_not_move_a_job(
     assert seen["SLURM_JOB_PARTITION"] == "a100"
     assert seen["num_ranks"] == 5
     assert "SBATCH_PARTITION=h100" in caplog.text
+
+
+def test_the_example_written_by_hand_runs(tmp_path: Path) -> None:
+    text = (ROOT / "sbatch" / "by_hand.sbatch").read_text()
+    assert len(re.findall("(?m)^#SBATCH hetjob$", text)) == 1
+    small = text.replace("--ntasks=16", "--ntasks=4").replace(
+        "ntasks-per-node=8", "ntasks-per-node=2"
+    )
+    small = small.replace("--ntasks=8", "--ntasks=2").replace("100:8", "100:2")
+    run_dir = tmp_path / "a run"
+    package = run_dir / "code" / "rlhpc"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "worker.py").write_text(
+        "import os, pathlib, sys\n"
+        "print(sys.argv[1:], os.environ['SLURM_NTASKS'])\n"
+        "os.environ['SLURM_PROCID'] != '0' or (pathlib.Path(sys.argv[1]) / 'DONE').touch()\n"
+    )
+    script = tmp_path / "mine.sbatch"
+    script.write_text(small)
+    said = subprocess.run(
+        ["sbatch", "--parsable", f"--output={tmp_path}/out", str(script), str(run_dir)],
+        capture_output=True,
+        text=True,
+        env=dict(os.environ, PYTHON=sys.executable),
+    )
+    states = wait_for_job(said.stdout.strip(), poll_s=0.3)
+    assert merge_states(states) == "COMPLETED", (tmp_path / "out").read_text()
+    logs = sorted((run_dir / "logs" / "latest").glob("rank_*.log"))
+    assert [p.read_text() for p in logs] == [f"['{run_dir}'] 6\n"] * 6

@@ -1,4 +1,4 @@
-"""What Slurm refuses or would let pend for ever: found before the queue, and nothing stays there."""
+"""What Slurm refuses, or lets pend for ever, is found before; nothing stays in the queue."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_sbatch_and_the_inventory_refuse_the_same(kind: str, tmp_path: Path) -> 
     config = three_components()
     spoil(config)
     assert any(re.search(message, p) for p in problems_of(config)), problems_of(config)
-    with pytest.raises(SubmitError, match=r"nothing was queued(.|\n)*components\.\w+: sbatch: "):
+    with pytest.raises(SubmitError, match=r"nothing was queued(.|\n)*components\.\w+: \w+"):
         submit_run(config, plan_of(config, tmp_path), command=[sys.executable])
     assert queue() == ""
 
@@ -119,7 +119,7 @@ def test_a_partition_that_is_down_is_told() -> None:
 def test_a_refusal_names_its_component_and_leaves_nothing(tmp_path: Path) -> None:
     config = three_components()
     config.components["rollout"].sbatch = {"licenses": "no-such:1"}
-    with pytest.raises(SubmitError, match="components.rollout: sbatch: error: .*[Ll]icense"):
+    with pytest.raises(SubmitError, match=r"components\.rollout: .*Invalid license specification"):
         submit_run(config, plan_of(config, tmp_path), command=[sys.executable])
     assert queue() == ""
     assert not (tmp_path / "job.sbatch").exists()
@@ -128,9 +128,3 @@ def test_a_refusal_names_its_component_and_leaves_nothing(tmp_path: Path) -> Non
 def test_a_job_that_slurm_forgot_is_gone_and_not_unknown_for_ever() -> None:
     (state,) = job_states("99999999")
     assert (state.state, state.is_final) == (GONE, True)
-
-
-def test_a_silent_slurm_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_CONF", "/nowhere/slurm.conf")
-    with pytest.raises(SubmitError, match="does not answer about job 1"):
-        job_states("1")
