@@ -206,7 +206,7 @@ def _compose_plain(overrides: Sequence[str], config_dir: Path | None) -> Any:
 
 
 def _own_config_dir(own: Path, builtin: Path) -> Path:
-    """The user's folder ``own``, whose files must not hide behind built-in ones of the same name."""
+    """The user's folder ``own``, whose files must not hide behind built-in ones."""
     if not own.is_dir():
         raise ConfigError(f"--config-dir {own} is not a folder; give one that holds experiment/")
     names = {str(p.relative_to(own)) for p in own.rglob("*.yaml")}

@@ -105,7 +105,10 @@ class ComponentConfig:
     setup: list[str] = field(default_factory=list)
     """Shell lines run on every task of this component before Python starts (modules, conda)."""
     launch_prefix: list[str] = field(default_factory=list)
-    """Words put before the rank's command, for example a container runtime and its options."""
+    """Words put before the rank's command, for example a container runtime and its options.
+
+    Taken as they are, without expansion; ranks start in the run folder, so give absolute paths.
+    """
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables of this component's ranks."""
 
