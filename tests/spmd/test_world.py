@@ -2,6 +2,7 @@
 
 import random
 import threading
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -182,6 +183,7 @@ def _megatron(rank: int, path: str) -> list[int]:
     return [tp, dp, alone]
 
 
+@pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")
 def test_megatron_builds_its_groups_inside_a_world_beside_another(tmp_path):
     results = run_spmd(
         _megatron,
