@@ -60,53 +60,34 @@ class Stage:
     """Name under `timing_s/`; empty takes the stage's name."""
 
 
+_SAMPLED = (
+    "token_ids",
+    "loss_mask",
+    "rollout_logprobs",
+    "policy_version",
+    "prompt_length",
+    "truncated",
+)
+_TOKENS = ("token_ids", "loss_mask")
+
+_GENERATE = Stage("generate", "rollout", "generate", writes=_SAMPLED, timing="gen")
+_SCORE = Stage(
+    "score", "reward", "score", reads=_TOKENS, writes=("rewards",), streams=True, timing="reward"
+)
+
+
+def _logprobs_stage(role: str, column: str, timing: str) -> Stage:
+    return Stage(column, role, "compute_logprobs", reads=_TOKENS, writes=(column,), timing=timing)
+
+
 def grpo_stages(*, use_reference: bool) -> tuple[Stage, ...]:
     """GRPO, Shao et al. 2024 (arXiv:2402.03300), with an optional KL loss to a reference."""
-    stages = [
-        Stage(
-            "generate",
-            "rollout",
-            "generate",
-            writes=(
-                "token_ids",
-                "loss_mask",
-                "rollout_logprobs",
-                "policy_version",
-                "prompt_length",
-                "truncated",
-            ),
-            timing="gen",
-        ),
-        Stage(
-            "score",
-            "reward",
-            "score",
-            reads=("token_ids", "loss_mask"),
-            writes=("rewards",),
-            streams=True,
-            timing="reward",
-        ),
-    ]
-    if use_reference:
-        stages.append(
-            Stage(
-                "ref_logprobs",
-                "reference",
-                "compute_logprobs",
-                reads=("token_ids", "loss_mask"),
-                writes=("ref_logprobs",),
-                timing="ref",
-            )
-        )
-    stages += [
-        Stage(
-            "old_logprobs",
-            "actor",
-            "compute_logprobs",
-            reads=("token_ids", "loss_mask"),
-            writes=("old_logprobs",),
-            timing="old_log_prob",
-        ),
+    reference = ("ref_logprobs",) if use_reference else ()
+    return (
+        _GENERATE,
+        _SCORE,
+        *(_logprobs_stage("reference", column, "ref") for column in reference),
+        _logprobs_stage("actor", "old_logprobs", "old_log_prob"),
         Stage(
             "advantages",
             CONTROLLER,
@@ -119,19 +100,11 @@ def grpo_stages(*, use_reference: bool) -> tuple[Stage, ...]:
             "update",
             "actor",
             "update",
-            reads=(
-                "token_ids",
-                "loss_mask",
-                "rollout_logprobs",
-                "old_logprobs",
-                "advantages",
-                *(("ref_logprobs",) if use_reference else ()),
-            ),
+            reads=(*_TOKENS, "rollout_logprobs", "old_logprobs", "advantages", *reference),
             timing="update_actor",
         ),
         Stage("sync_weights", "actor", "sync_weights", timing="update_weights"),
-    ]
-    return tuple(stages)
+    )
 
 
 def sft_stages() -> tuple[Stage, ...]:
@@ -182,8 +155,7 @@ def evaluation_stages() -> tuple[Stage, ...]:
 
     Weights and training position stay as they are.
     """
-    generate, score, *_ = grpo_stages(use_reference=False)
-    return (generate, score)
+    return (_GENERATE, _SCORE)
 
 
 def check_stages(stages: Sequence[Stage], role_kinds: Collection[str]) -> None:

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -78,13 +77,15 @@ def _copy_code(config: RunConfig, target: Path) -> None:
             shutil.copy2(source, target)
 
 
-def _ignored(folder: str, names: list[str]) -> Iterable[str]:
+def _ignored(folder: str, names: list[str]) -> set[str]:
     """Compiled files, hidden files, and data beside code."""
-    for name in names:
+
+    def unwanted(name: str) -> bool:
         path = Path(folder, name)
         big = path.is_file() and path.suffix != ".py" and path.stat().st_size > _BIG_BYTES
-        if name == "__pycache__" or name.startswith(".") or big:
-            yield name
+        return name == "__pycache__" or name.startswith(".") or big
+
+    return {name for name in names if unwanted(name)}
 
 
 def _own_modules(config: RunConfig) -> set[Path]:

@@ -11,7 +11,7 @@ NaN included: they are taken out before any arithmetic, so that their gradient i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,14 @@ from rlhpc.config.schema import AlgorithmConfig, LossAggregation
 from rlhpc.data.batch import Batch
 from rlhpc.dataflow import COLUMNS
 from rlhpc.errors import CommandError
-from rlhpc.training.base import LossFn
+
+LossFn = Callable[[Batch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
+"""(micro-batch, logprobs [T], entropy [T]) -> (loss, metrics).
+
+The loss is already divided by the mini-batch's global denominators, so the loss of a mini-batch is
+the plain sum over micro-batches and dp ranks, and so are the metrics.  Entry t of logprobs and
+entropy speaks of token t; the first token of a row has 0.
+"""
 
 MAX_LOG_RATIO = 20.0
 """Bound of |logprobs - old_logprobs|, so that no ratio overflows."""

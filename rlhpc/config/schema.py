@@ -58,12 +58,6 @@ class KlLossType(Enum):
     k3 = "k3"
 
 
-class AdvantageEstimator(Enum):
-    """How rewards become advantages."""
-
-    grpo = "grpo"
-
-
 @dataclass(kw_only=True)
 class ComponentConfig:
     """One component of the job: what is asked of Slurm for the roles that live there."""
@@ -260,8 +254,6 @@ class AlgorithmConfig:
 
     name: str = "grpo"
     """`grpo`, `sft`, or the dotted path of a function that returns stages."""
-    adv_estimator: AdvantageEstimator = AdvantageEstimator.grpo
-    """How rewards become advantages."""
     group_size: int = 8
     """Responses sampled for each prompt."""
     mini_batch_size: int | None = None

@@ -1,24 +1,21 @@
-"""What a training engine must do.  Engines are built inside their world and called by the main thread only."""
+"""What a training engine must do.
+
+Engines are built inside their world and called by the main thread only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from rlhpc.algorithms.losses import LossFn
 from rlhpc.data.batch import Batch
 from rlhpc.weights.base import WeightPart
 
-LossFn = Callable[[Batch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
-"""(micro-batch, logprobs [T], entropy [T]) -> (loss, metrics).
-
-The loss is already divided by the mini-batch's global denominators, so the loss of a mini-batch is the plain sum
-over micro-batches and dp ranks, and so are the metrics.  Entry t of logprobs and entropy speaks of token t; the
-first token of a row has 0.
-"""
+__all__ = ["LossFn", "TrainEngine"]
 
 
 class TrainEngine(Protocol):
@@ -32,26 +29,35 @@ class TrainEngine(Protocol):
             temperature: logits are divided by it.
 
         Returns:
-            `{"logprobs": [T], "entropy": [T]}` in fp32 on host on ranks of the last pipeline stage, None elsewhere.
+            `{"logprobs": [T], "entropy": [T]}` in fp32 on host on ranks of the last pipeline stage,
+            None elsewhere.
         """
         ...
 
     def update(self, batch: Batch, loss_fn: LossFn, *, temperature: float) -> dict[str, float]:
         """One optimizer step on this dp replica's rows.  Collective over the role.
 
-        Replicas may hold different numbers of rows, also none.  Gradients are plain sums over micro-batches and dp.
+        Replicas may hold different numbers of rows, also none.  Gradients are plain sums over
+        micro-batches and dp.
 
         Returns:
-            On every rank: the loss function's metrics summed over the role, `loss`, `grad_norm`, `lr`.
+            On every rank: the loss function's metrics summed over the role, `loss`, `grad_norm`,
+            `lr`.
         """
         ...
 
     def weight_parts(self) -> list[WeightPart]:
-        """This rank's shard of the policy as boxes; views stay valid for the engine's life.  Local."""
+        """This rank's shard of the policy as boxes.
+
+        Views stay valid for the engine's life.  Local.
+        """
         ...
 
     def weights_updated(self) -> None:
-        """Told after `weight_parts` views were written from outside, to refresh what is derived.  Collective."""
+        """Told after `weight_parts` views were written from outside, to refresh what is derived.
+
+        Collective.
+        """
         ...
 
     def replica_group(self) -> ProcessGroup | None:
@@ -59,5 +65,8 @@ class TrainEngine(Protocol):
         ...
 
     def save_hf(self, folder: Path) -> None:
-        """Write a Hugging Face folder with the current weights, config and tokenizer.  Collective over the role."""
+        """Write a Hugging Face folder with the current weights, config and tokenizer.
+
+        Collective over the role.
+        """
         ...

@@ -133,8 +133,11 @@ def test_options_are_filled_in_and_typed() -> None:
 def test_an_engine_of_ones_own_is_named_by_its_path() -> None:
     name = f"{__name__}.OWN_ENGINE"
     config = load_config(
-        ["experiment=quickstart", f"roles.rollout={{engine: {name}, options: null}}"]
-        + ["roles.rollout.options={depth: 3}"]
+        [
+            "experiment=quickstart",
+            f"roles.rollout={{engine: {name}, options: null}}",
+            "roles.rollout.options={depth: 3}",
+        ]
     )
     assert resolve_engine(name) is OWN_ENGINE
     assert engine_options(name, config.roles["rollout"].options) == OwnOptions(depth=3)

@@ -18,11 +18,10 @@ from tests.small_runs import make_model_folder, quickstart_overrides
 ROOT = Path(__file__).resolve().parents[2]
 
 LOGIN_NODE = """
-import sys, time
-start = time.perf_counter()
+import os, sys
 from rlhpc.submit import main
 code = main(sys.argv[1:])
-spent = time.perf_counter() - start
+spent = sum(os.times()[:4])
 slow = sorted({"torch", "transformers", "vllm", "megatron"} & set(sys.modules))
 print(f"code={code} spent={spent:.2f} slow={slow}", file=sys.stderr)
 """
@@ -42,12 +41,11 @@ def on_login_node(*arguments: str) -> str:
 
 
 def test_submit_answers_in_a_second_without_torch(tmp_path: Path) -> None:
-    overrides = quickstart_overrides(make_model_folder(tmp_path))
-    answers = [on_login_node("--dry-run", *overrides) for _ in range(3)]
-    assert all("code=0" in a and "slow=[]" in a for a in answers), answers
-    # The best of three: what the code needs, not what a busy machine adds.
-    spent = min(float(a.split("spent=")[1].split()[0]) for a in answers)
-    assert spent < 1.0, answers
+    answer = on_login_node("--dry-run", *quickstart_overrides(make_model_folder(tmp_path)))
+    assert "code=0" in answer
+    assert "slow=[]" in answer
+    # CPU seconds, git's included: what the code needs, not what a busy machine adds.
+    assert float(answer.split("spent=")[1].split()[0]) < 1.0
 
 
 def test_a_refusal_answers_in_two_seconds_without_torch(tmp_path: Path) -> None:
@@ -112,11 +110,10 @@ def test_without_slurm_a_real_submit_fails_before_it_writes(
 
 
 TABLE = """\
-component  place         role     engine    ranks  mesh    dtype  GiB/rank
----------  ------------  -------  --------  -----  ------  -----  --------
-train      1 x 2 ranks   actor    megatron  0-1    dp2     fp32        0.1
-rollout    1 x 1 rank    rollout  hf        2      1 rank  fp32        0.1
-                         reward   function  2      1 rank  -             -
+component place role engine ranks mesh dtype GiB/rank
+train 1 x 2 ranks actor megatron 0-1 dp2 fp32 0.1
+rollout 1 x 1 rank rollout hf 2 1 rank fp32 0.1
+reward function 2 1 rank - -
 """
 
 
@@ -126,10 +123,8 @@ def test_the_table_shows_where_every_role_lives(
     assert main(["--dry-run", *quickstart_overrides(make_model_folder(tmp_path))]) == 0
     said = capsys.readouterr().out
     assert "grpo, 160 steps of 32 prompts x 16; model" in said
-    table = [line.split() for line in said.splitlines()[3:8]]
-    shown = [row[:-1] if row[-1][0].isdigit() else row for row in table]
-    expected = [line.split() for line in TABLE.splitlines()]
-    assert shown == [row[:-1] if row[-1][0].isdigit() else row for row in expected]
+    header, _, *rows = said.splitlines()[3:8]
+    assert [" ".join(line.split()) for line in (header, *rows)] == TABLE.splitlines()
 
 
 def test_modules_of_ones_own_travel_with_the_run(
