@@ -100,6 +100,8 @@ def _start_rank(
             return subprocess.Popen(
                 words,
                 env=rank_environment(config, plan, rank, job_id=job_id),
+                # `python -m` looks there before PYTHONPATH: no other rlhpc must be there
+                cwd=plan.path,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

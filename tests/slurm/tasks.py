@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import rlhpc
 from rlhpc.slurm.environ import RankEnvironment
 
 
-def report(run_dir: str) -> tuple[int, str]:
-    """Rank and partition of this task; rank 0 says that the run is done."""
+def report(run_dir: str) -> tuple[int, str, str]:
+    """Rank, node and package of this task; rank 0 says that the run is done."""
     rank = RankEnvironment.from_env(os.environ).rank
     if rank == 0:
         (Path(run_dir) / "DONE").touch()
-    return rank, os.environ["SLURM_JOB_PARTITION"]
+    return rank, os.environ["SLURMD_NODENAME"], rlhpc.__file__
 
 
 def fail_on_rank_3(run_dir: str) -> None:

@@ -25,11 +25,15 @@ def make_executor(tmp_path: Path) -> tuple[RunPlan, HetSlurmExecutor]:
     return plan, HetSlurmExecutor(config=config, plan=plan)
 
 
-def test_results_come_in_global_rank_order(tmp_path: Path) -> None:
+def test_results_come_in_global_rank_order_from_the_runs_own_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
     plan, executor = make_executor(tmp_path)
     job = executor.submit(tasks.report, plan.run_dir)
-    partitions = ["a100", "a100", "h100", "h100", "a100"]
-    assert job.results() == list(enumerate(partitions))
+    nodes = ["n1", "n1", "n3", "n4", "n2"]
+    package = str(tmp_path / "code" / "rlhpc" / "__init__.py")
+    assert job.results() == [(rank, name, package) for rank, name in enumerate(nodes)]
     assert job.paths.submission_file.resolve() == tmp_path / "job.sbatch"
 
 
