@@ -30,8 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhpc.comm.world import Bridge
-from rlhpc.data.batch import ColumnStore
-from rlhpc.dataflow import COLUMNS
+from rlhpc.data.batch import Batch, ColumnStore, pack_columns, packed_bytes, unpack_columns
 from rlhpc.errors import ChannelError, LayoutError
 from rlhpc.layout import Box, Part, box_size, plan_transfers, relative_slices
 from rlhpc.weights.base import WeightPart
@@ -200,23 +199,26 @@ def exchange_rows(
     Raises:
         CommandError: A column of a row to send is not here.
     """
-    # Wide dtypes first keeps each column aligned without padding.
-    names = sorted(columns, key=lambda name: (-_dtype(name).itemsize, name))
+    rows_in = {peer: rows for peer, rows in sorted(receive.items()) if peer != rank and rows}
+    lengths = {peer: torch.tensor([n for _, n in rows]) for peer, rows in rows_in.items()}
     with _on(bridge.device):
         sends = [
-            (peer, _pack_rows(store, rows, names).to(bridge.device))
+            (peer, pack_columns(store.batch(rows, columns), columns).to(bridge.device))
             for peer, rows in sorted(send.items())
             if peer != rank and rows
         ]
-        receives = [
-            (peer, torch.empty(_rows_bytes(rows, names), dtype=torch.uint8, device=bridge.device))
-            for peer, rows in sorted(receive.items())
-            if peer != rank and rows
-        ]
-        _post(bridge, sends=sends, receives=receives)
-        for peer, data in receives:
-            _unpack_rows(store, receive[peer], names, data.cpu())
-    return sum(data.numel() for _, data in receives)
+        receives = {
+            peer: torch.empty(
+                packed_bytes(lengths[peer], columns), dtype=torch.uint8, device=bridge.device
+            )
+            for peer in rows_in
+        }
+        _post(bridge, sends=sends, receives=receives.items())
+        for peer, data in receives.items():
+            ids = [row for row, _ in rows_in[peer]]
+            columns_in = unpack_columns(data.cpu(), lengths[peer], columns)
+            store.put_batch(Batch(ids, lengths[peer], columns_in), columns)
+    return sum(data.numel() for data in receives.values())
 
 
 def _post(
@@ -396,42 +398,3 @@ def _copy_pieces(message: _Message, data: Tensor, *, pack: bool) -> None:
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // 16) * 16
-
-
-# Rows
-
-
-def _dtype(column: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, COLUMNS[column].dtype)
-    return dtype
-
-
-def _rows_bytes(rows: Sequence[tuple[int, int]], names: Sequence[str]) -> int:
-    tokens = sum(length for _, length in rows)
-    return sum(
-        _dtype(name).itemsize * (tokens if COLUMNS[name].per_token else len(rows)) for name in names
-    )
-
-
-def _pack_rows(store: ColumnStore, rows: Sequence[int], names: Sequence[str]) -> Tensor:
-    """Column after column, each row after row: [bytes] uint8."""
-    parts = [
-        torch.cat([store.get(name, row).reshape(-1) for row in rows]).to(_dtype(name))
-        for name in names
-    ]
-    return torch.cat([part.view(torch.uint8) for part in parts])
-
-
-def _unpack_rows(
-    store: ColumnStore, rows: Sequence[tuple[int, int]], names: Sequence[str], data: Tensor
-) -> None:
-    ids = [row for row, _ in rows]
-    lengths = [length for _, length in rows]
-    at = 0
-    for name in names:
-        per_token, dtype = COLUMNS[name].per_token, _dtype(name)
-        nbytes = dtype.itemsize * (sum(lengths) if per_token else len(rows))
-        values = data[at : at + nbytes].view(dtype)
-        at += nbytes
-        parts = values.split(lengths) if per_token else values.unbind()
-        store.put(name, dict(zip(ids, parts, strict=True)))

@@ -80,9 +80,7 @@ class Controller:
             rank: "+".join(r.label(rank) for r in self._plan.roles_of(rank)) or "idle"
             for rank in range(self._plan.num_ranks)
         }
-        hosts = self._server.wait_for_peers(
-            expected, self._config.cluster.connect_timeout_s
-        )
+        hosts = self._server.wait_for_peers(expected, self._config.cluster.connect_timeout_s)
         self._calls.set_hosts(hosts)
         nodes = ", ".join(sorted(set(hosts.values())))
         self._reporter.line("run", f"{self._plan.num_ranks} ranks connected on {nodes}")

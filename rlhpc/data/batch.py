@@ -65,48 +65,37 @@ class Batch:
         return Batch(self.row_ids, self.lengths.to(device), columns)
 
 
-_ALIGN = 8
-"""Bytes to which each column of a packed buffer is padded, to be viewed in its own dtype."""
+def _dtype(column: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, COLUMNS[column].dtype)
+    return dtype
 
 
-def _column_bytes(lengths: Tensor, column: str) -> tuple[int, int]:
-    """(entries, bytes with padding) of a column of rows with ``lengths``."""
-    spec = COLUMNS[column]
-    count = int(lengths.sum()) if spec.per_token else len(lengths)
-    size = count * getattr(torch, spec.dtype).itemsize
-    return count, -(-size // _ALIGN) * _ALIGN
+def _packing(lengths: Tensor, columns: Iterable[str]) -> list[tuple[str, int]]:
+    """(column, bytes) in packed order; wide dtypes first keeps each column aligned unpadded."""
+    tokens = int(lengths.sum())
+    return [
+        (name, _dtype(name).itemsize * (tokens if COLUMNS[name].per_token else len(lengths)))
+        for name in sorted(columns, key=lambda name: (-_dtype(name).itemsize, name))
+    ]
 
 
-def packed_bytes(lengths: Tensor, columns: Sequence[str]) -> int:
+def packed_bytes(lengths: Tensor, columns: Iterable[str]) -> int:
     """Size in bytes of `pack_columns` for rows with ``lengths`` ([N])."""
-    return sum(_column_bytes(lengths, c)[1] for c in columns)
+    return sum(nbytes for _, nbytes in _packing(lengths, columns))
 
 
-def pack_columns(batch: Batch, columns: Sequence[str]) -> Tensor:
-    """The named columns of ``batch`` in one uint8 buffer.
-
-    Both sides know its layout from the lengths.
-    """
-    buffer = torch.zeros(packed_bytes(batch.lengths, columns), dtype=torch.uint8)
-    start = 0
-    for name in columns:
-        data = batch.columns[name].contiguous().view(torch.uint8).flatten()
-        buffer[start : start + data.numel()] = data
-        start += _column_bytes(batch.lengths, name)[1]
-    return buffer
+def pack_columns(batch: Batch, columns: Iterable[str]) -> Tensor:
+    """The named columns of ``batch`` in one [bytes] uint8 buffer; both ends know its layout."""
+    parts = [batch.columns[name].contiguous() for name, _ in _packing(batch.lengths, columns)]
+    return torch.cat([part.view(torch.uint8).flatten() for part in parts])
 
 
-def unpack_columns(buffer: Tensor, lengths: Tensor, columns: Sequence[str]) -> dict[str, Tensor]:
-    """Columns of rows with ``lengths`` ([N]) from a host buffer made by `pack_columns`.
-
-    Views of it.
-    """
+def unpack_columns(buffer: Tensor, lengths: Tensor, columns: Iterable[str]) -> dict[str, Tensor]:
+    """Columns of rows with ``lengths`` ([N]) from a host buffer of `pack_columns`; views of it."""
     out, start = {}, 0
-    for name in columns:
-        count, size = _column_bytes(lengths, name)
-        dtype = getattr(torch, COLUMNS[name].dtype)
-        out[name] = buffer[start : start + count * dtype.itemsize].view(dtype)
-        start += size
+    for name, nbytes in _packing(lengths, columns):
+        out[name] = buffer[start : start + nbytes].view(_dtype(name))
+        start += nbytes
     return out
 
 
@@ -135,14 +124,15 @@ class ColumnStore:
             raise CommandError(f"column {column} of row {row} is not on this rank") from None
 
     def batch(self, rows: Sequence[int], columns: Iterable[str]) -> Batch:
-        """The named columns of ``rows`` as one batch; lengths follow `token_ids`."""
-        lengths = torch.tensor([self.get("token_ids", r).numel() for r in rows], dtype=torch.int64)
+        """The named columns of ``rows`` as one batch; lengths follow a [T] column."""
+        columns = list(columns)
+        measure = next((c for c in columns if COLUMNS[c].per_token), "token_ids")
+        lengths = torch.tensor([self.get(measure, r).numel() for r in rows], dtype=torch.int64)
         out = Batch(list(rows), lengths)
         for name in columns:
             values = [self.get(name, r) for r in rows]
-            dtype = getattr(torch, COLUMNS[name].dtype)
             if not values:
-                out.columns[name] = torch.empty(0, dtype=dtype)
+                out.columns[name] = torch.empty(0, dtype=_dtype(name))
             else:
                 out.columns[name] = (
                     torch.cat(values) if COLUMNS[name].per_token else torch.stack(values)
