@@ -1,11 +1,11 @@
-"""Exception tree and the one grammar of messages: what is wrong, what is expected, which key, what to do.
+"""Exception tree, and the one grammar of messages: what is wrong, what is expected, key, remedy.
 
     RlhpcError
       ConfigError(ValueError)      a config that cannot run, found before anything is queued
       PlanError(ValueError)        a plan that contradicts itself
       LayoutError(ValueError)      two layouts that do not cover each other
       SubmitError(RuntimeError)    the scheduler refused or cannot be asked
-      ChannelError(RuntimeError)   the control plane broke: missing peer, wrong token, closed connection
+      ChannelError(RuntimeError)   the control plane broke: missing peer, wrong token, closed link
       CommandError(RuntimeError)   a rank was told to do what it cannot do
       RunFailedError(RuntimeError) a run ended without reaching its target; carries the first cause
 

@@ -17,7 +17,7 @@ _NUMERIC = {"GiB/rank"}
 def format_plan(config: RunConfig, plan: RunPlan, facts: ModelFacts) -> str:
     """A headline, the table, and what a GPU has where that is known."""
     rows = [
-        _role_row(config, plan, component, role, facts, first=i == 0)
+        _role_row(config, component, role, facts, first=i == 0)
         for component in plan.components
         for i, role in enumerate(r for r in plan.roles if r.component == component.name)
     ]
@@ -46,7 +46,6 @@ def _count(number: int, noun: str) -> str:
 
 def _role_row(
     config: RunConfig,
-    plan: RunPlan,
     component: ComponentPlan,
     role: RolePlan,
     facts: ModelFacts,
