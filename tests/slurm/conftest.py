@@ -1,4 +1,4 @@
-"""A real slurmctld for the whole session, from launch/devcluster, in a folder of its own."""
+"""A real slurmctld for all tests of this folder, from launch/devcluster, in a folder of its own."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ DEVCLUSTER = Path(__file__).parents[2] / "launch" / "devcluster"
 NOT_INSTALLED = 3
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def slurm() -> Iterator[Path]:
     """Folder of a running cluster of 2 nodes a100 and 2 nodes h100; this process uses it."""
     # not pytest's folder: Slurm's sockets need a path below 108 bytes
     folder = Path(tempfile.mkdtemp(prefix="rlhpc-slurm-"))
     command = [str(DEVCLUSTER), "--dir", str(folder), "--layout", "a100:2:4 h100:2:4"]
-    before = dict(os.environ)
+    before = os.environ.get("SLURM_CONF")
     try:
         started = subprocess.run([*command, "start"], capture_output=True, text=True)
         if started.returncode == NOT_INSTALLED:
@@ -30,8 +30,9 @@ def slurm() -> Iterator[Path]:
         os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
         yield folder
     finally:
-        os.environ.clear()
-        os.environ.update(before)
+        os.environ.pop("SLURM_CONF", None)
+        if before is not None:
+            os.environ["SLURM_CONF"] = before
         subprocess.run([*command, "wipe"], check=False)
         shutil.rmtree(folder, ignore_errors=True)
 
