@@ -41,7 +41,7 @@ def save_tiny(folder: Path, *, family: str = "qwen2", tied: bool = True, seed: i
         bos_token_id=1,
         eos_token_id=EOS,
         # Large enough that tokens and their log-probs depend on the context.
-        initializer_range=0.15,
+        initializer_range=0.12,
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -119,7 +119,7 @@ def requests(
     given)."""
     lengths = limits or [limit] * count
     return [
-        SampleRequest(i, prompt, seed=2**62 + 977 * i, max_new_tokens=n, temperature=temperature)
+        SampleRequest(i, prompt, seed=2**62 + 979 * i, max_new_tokens=n, temperature=temperature)
         for i, (prompt, n) in enumerate(zip(prompts(count), lengths, strict=True))
     ]
 

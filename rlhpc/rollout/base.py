@@ -20,8 +20,11 @@ class SampleRequest:
     row_id: int
     prompt_ids: tuple[int, ...]
     seed: int
-    """Row seed in [0, 2**63); the same seed, prompt and weights give the same tokens in any batch
-    (fp32)."""
+    """Row seed in [0, 2**63).
+
+    The same seed, prompt and weights give the same tokens in any batch, in fp32 and but for a token
+    in a million whose draw lies within rounding of the boundary between two tokens.
+    """
     max_new_tokens: int
     temperature: float
     """0 is greedy."""

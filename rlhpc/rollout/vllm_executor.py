@@ -149,7 +149,7 @@ def keep_plain_cpu_weights() -> None:
     write.
     """
 
-    def keep(layer: nn.Module, remove_weight: bool) -> None:
+    def keep(layer: Any, remove_weight: bool) -> None:
         del remove_weight
         layer.cpu_linear = nn.functional.linear
 

@@ -94,10 +94,10 @@ def _parts_of(name: str, data: Tensor, shard: _Shard) -> Iterator[WeightPart]:
     elif match := _QKV.fullmatch(name):
         yield from _qkv_parts(match[1], match[2], data, shard)
     elif match := _GATE_UP.fullmatch(name):
-        for projection, rows in zip(("gate_proj", "up_proj"), data.chunk(2), strict=True):
-            start = shard.tp_rank * rows.shape[0]
+        for projection, half in zip(("gate_proj", "up_proj"), data.chunk(2), strict=True):
+            extent = half.shape[0]
             full = f"{match[1]}{projection}.{match[2]}"
-            yield _part(full, rows, dim=0, start=start, size=shard.tp * rows.shape[0])
+            yield _part(full, half, dim=0, start=shard.tp_rank * extent, size=shard.tp * extent)
     else:
         raise LayoutError(
             f"vLLM parameter {name} {tuple(data.shape)} is not known; expected those of the "

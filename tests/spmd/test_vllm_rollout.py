@@ -1,7 +1,6 @@
 """One run of the engine per tp size answers many questions; each test reads its answer."""
 
 import importlib.util
-import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +29,11 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 
-GREEDY = requests(12, temperature=0.0)
+# The long prompts fill blocks of the prefix cache, which must not outlive a weight update.
+GREEDY = [
+    *requests(12, temperature=0.0),
+    *(SampleRequest(12 + i, p * 20, i, 24, 0.0) for i, p in enumerate(prompts(4)[1:])),
+]
 SAMPLED = requests(16)
 WHOLE = [SampleRequest(i, p, i, 20, 0.0) for i, p in enumerate(prompts(6))]
 UPDATE_STEP = 9
@@ -80,7 +83,10 @@ def scenario(rank: int, tp: int, path: str, other: str) -> dict[str, Any]:
     out["mixed"] = run(rank, engine, WHOLE, **{f"s{UPDATE_STEP}": lambda: update(other, 3)})
     out["errors"] = [raised(engine.follow), raised(lambda: engine.interrupt(1))] if not rank else []
     engine.close()
-    out["shm"] = [name for name in os.listdir("/dev/shm") if not name.startswith("sem.")]
+    engine.remove_leftovers()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    # Named semaphores are the fork server's way of making locks; ranks of a run have none.
+    out["shm"] = [line for line in maps if "/dev/shm/" in line and "/sem." not in line]
     return out
 
 
@@ -104,7 +110,6 @@ def played(
     folder: Path = tmp_path_factory.mktemp(f"tp{tp}")
     path = save_tiny(folder / "a", **model)
     other = save_tiny(folder / "b", seed=1, **model)
-    before = set(os.listdir("/dev/shm"))
     ranks = run_spmd(scenario, tp, tp, path, other, timeout_s=200, preload=("tests.vllm_preload",))
     tails = [
         SampleRequest(i, r.prompt_ids + sample.response_ids[: UPDATE_STEP - 1], 0, 12, 0.0)
@@ -119,7 +124,6 @@ def played(
         "ranks": ranks,
         "fresh greedy": again[0][0],
         "fresh tails": again[0][1],
-        "new shm": set().union(*(r["shm"] for r in ranks)) - before,
     }
 
 
@@ -194,7 +198,7 @@ def test_the_process_is_left_as_it_was(played: dict[str, Any]) -> None:
     for rank in played["ranks"]:
         assert rank["state kept"]
         assert rank["random"] == expected
-    assert not played["new shm"]
+        assert not rank["shm"]
 
 
 def test_leaders_do_not_follow_and_idle_engines_are_not_interrupted(played: dict[str, Any]) -> None:
