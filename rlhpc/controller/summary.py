@@ -80,7 +80,7 @@ def _update_metrics(batch: BatchRun) -> dict[str, float]:
 
 
 def _sync_metrics(plan: RunPlan, batch: BatchRun) -> dict[str, float]:
-    """Bytes that rollout ranks received, over the bytes of their shards: 1 is the least possible."""
+    """Bytes that rollout ranks received, also over the bytes of their shards: 1 is the least."""
     rollout = plan.role_of_kind("rollout")
     results = batch.results("sync_weights")
     if not results or rollout is None:

@@ -125,18 +125,17 @@ class ColumnStore:
 
     def batch(self, rows: Sequence[int], columns: Iterable[str]) -> Batch:
         """The named columns of ``rows`` as one batch; lengths follow a [T] column."""
-        columns = list(columns)
-        measure = next((c for c in columns if COLUMNS[c].per_token), "token_ids")
-        lengths = torch.tensor([self.get(measure, r).numel() for r in rows], dtype=torch.int64)
-        out = Batch(list(rows), lengths)
-        for name in columns:
-            values = [self.get(name, r) for r in rows]
+        found = {name: [self.get(name, row) for row in rows] for name in columns}
+        measure = next((c for c in found if COLUMNS[c].per_token), "token_ids")
+        lengths = [self.get(measure, row).numel() for row in rows]
+        out = Batch(list(rows), torch.tensor(lengths, dtype=torch.int64))
+        for name, values in found.items():
             if not values:
                 out.columns[name] = torch.empty(0, dtype=_dtype(name))
+            elif COLUMNS[name].per_token:
+                out.columns[name] = torch.cat(values)
             else:
-                out.columns[name] = (
-                    torch.cat(values) if COLUMNS[name].per_token else torch.stack(values)
-                )
+                out.columns[name] = torch.stack(values)
         return out
 
     def release(self, rows: Iterable[int]) -> None:
