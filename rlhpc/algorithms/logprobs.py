@@ -50,6 +50,12 @@ def _chunks(logits: Tensor) -> Iterator[slice]:
         yield slice(start, start + rows)
 
 
+def _scale(logits: Tensor, offset: Tensor, temperature: float) -> Tensor:
+    """(logits - offset) / temperature as a new fp32 tensor; ``offset`` is [rows] fp32."""
+    scaled = torch.sub(logits, offset.unsqueeze(-1))
+    return scaled if temperature == 1.0 else scaled.div_(temperature)
+
+
 class _LogProbEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -68,13 +74,13 @@ class _LogProbEntropy(torch.autograd.Function):
 
         top = logits.new_full((logits.size(0),), -torch.inf, dtype=torch.float32)
         if width:
-            top = real.amax(-1).float() / temperature
+            top = real.amax(-1).float()
         if group is not None:
             dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
 
         sums = top.new_zeros(3, logits.size(0))  # target logit, sum of exp, sum of exp * logit
         for rows in _chunks(real) if width else ():
-            scaled = real[rows].float() / temperature - top[rows, None]
+            scaled = _scale(real[rows], top[rows], temperature)
             sums[0, rows] = scaled.gather(-1, index[rows]).squeeze(-1) * here[rows]
             weights = scaled.exp()
             sums[1, rows] = weights.sum(-1)
@@ -84,7 +90,7 @@ class _LogProbEntropy(torch.autograd.Function):
 
         log_total = sums[1].log()
         entropy = log_total - sums[2] / sums[1]
-        ctx.save_for_backward(logits, index, here, top + log_total, entropy)
+        ctx.save_for_backward(logits, index, here, top + log_total * temperature, entropy)
         ctx.width, ctx.temperature = width, temperature
         ctx.set_materialize_grads(False)
         return sums[0] - log_total, entropy
@@ -94,18 +100,21 @@ class _LogProbEntropy(torch.autograd.Function):
         """By logit: [target] - p for the log-prob, -p * (log p + entropy) for the entropy."""
         logits, index, here, log_norm, entropy = ctx.saved_tensors
         grad_logprob, grad_entropy = grads
-        out = torch.zeros_like(logits)
-        if ctx.width and not (grad_logprob is None and grad_entropy is None):
-            for rows in _chunks(logits):
-                logp = logits[rows, : ctx.width].float() / ctx.temperature
-                logp -= log_norm[rows, None]
-                probs = logp.exp()
-                grad = torch.zeros_like(probs)
-                if grad_entropy is not None:
-                    weight = grad_entropy[rows, None]
-                    grad = (logp + entropy[rows, None]).mul_(probs).mul_(-weight)
-                if grad_logprob is not None:
-                    grad -= probs * grad_logprob[rows, None]
-                    grad.scatter_add_(-1, index[rows], (grad_logprob * here)[rows, None])
-                out[rows, : ctx.width] = (grad / ctx.temperature).to(out.dtype)
+        if grad_logprob is None and grad_entropy is None:
+            return None, None, None, None, None
+        out = torch.empty_like(logits)
+        out[:, ctx.width :] = 0.0
+        for rows in _chunks(logits) if ctx.width else ():
+            grad = _scale(logits[rows, : ctx.width], log_norm[rows], ctx.temperature)
+            probs = grad.exp()
+            if grad_entropy is None:
+                grad.zero_()
+            else:
+                grad.add_(entropy[rows, None]).mul_(-grad_entropy[rows, None])
+            if grad_logprob is not None:
+                grad.sub_(grad_logprob[rows, None])
+            grad.mul_(probs)
+            if grad_logprob is not None:
+                grad.scatter_add_(-1, index[rows], (grad_logprob * here)[rows, None])
+            out[rows, : ctx.width] = grad.div_(ctx.temperature)
         return out, None, None, None, None
