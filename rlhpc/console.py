@@ -117,7 +117,10 @@ def progress_line(
 
 
 def role_lines(metrics: Mapping[str, float], devices: Devices) -> list[tuple[str, str]]:
-    """(prefix, text) of every role that took part in the step, with its cards below."""
+    """(prefix, text) of every role that took part in the step, with its cards below.
+
+    A role that the config calls by a name of its own has its cards under that name.
+    """
     lines = []
     for role in ROLE_LINES:
         if role.seconds not in metrics:
@@ -132,6 +135,10 @@ def role_lines(metrics: Mapping[str, float], devices: Devices) -> list[tuple[str
         ]
         lines.append((role.prefix, "  ".join(words)))
         lines += [(role.prefix, text) for text in device_lines(devices.get(role.prefix, ()))]
+    shown = {prefix for prefix, _ in lines}
+    for name in devices:
+        if name not in shown:
+            lines += [(name, text) for text in device_lines(devices[name])]
     return lines
 
 

@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 import torch
 
+from rlhpc.algorithms.advantages import group_statistics
 from rlhpc.config.schema import RunConfig
 from rlhpc.console import Devices, evaluation_line, progress_line, role_lines
 from rlhpc.errors import RunFailedError
@@ -168,6 +169,7 @@ def batch_metrics(
     response_lengths: Sequence[int],
     truncated: Sequence[bool],
     extra: Mapping[str, Sequence[float]] | None = None,
+    groups: Sequence[int] | None = None,
 ) -> dict[str, float]:
     """Metrics of a training batch, all arguments [N].
 
@@ -177,6 +179,7 @@ def batch_metrics(
         response_lengths: tokens, EOS included.
         truncated: ended by the length limit.
         extra: further numbers of the reward function, for example `acc`.
+        groups: prompt of each row, to count the groups that teach nothing.
     """
     metrics = {
         **_summarise("prompt_length", prompt_lengths),
@@ -188,6 +191,9 @@ def batch_metrics(
         # Score and reward differ once something is added to the score; nothing is yet.
         metrics |= {**_summarise("critic/score", rewards), **_summarise("critic/rewards", rewards)}
         metrics["critic/rewards/missing"] = float(sum(math.isnan(r) for r in rewards))
+    if len(rewards) and groups is not None:
+        statistics = group_statistics(torch.tensor(rewards), torch.tensor(groups))
+        metrics["critic/zero_variance_groups"] = float(statistics.num_zero_variance)
     for name, values in (extra or {}).items():
         metrics[f"critic/{name}/mean"] = _summarise(name, values)[f"{name}/mean"]
     return metrics

@@ -53,7 +53,9 @@ def test_batch_metrics_have_the_usual_names():
         response_lengths=[1, 2, 3, 6],
         truncated=[False, False, False, True],
         extra={"acc": [1.0, 0.0, NAN, 1.0]},
+        groups=[0, 0, 1, 1],
     )
+    assert metrics["critic/zero_variance_groups"] == 1
     assert metrics["critic/rewards/mean"] == metrics["critic/score/mean"] == 0.5
     assert metrics["critic/rewards/missing"] == 1
     assert metrics["critic/acc/mean"] == pytest.approx(2 / 3)
@@ -113,6 +115,10 @@ def test_role_lines_name_each_role_and_its_cards():
     assert lines[0] == ("rollout", "0.50 s  600 tok/s  length 3.0")
     assert lines[1] == ("rollout", "gpu n5:0 71% 34.1/79.2 GiB | gpu n5:1 71% 34.1/79.2 GiB")
     assert lines[2] == ("actor", "1.50 s  600 tok/s  pg_loss -0.0100")
+
+
+def test_cards_of_roles_with_names_of_their_own_are_shown_too():
+    assert role_lines({}, {"judge": [gpu("n5", 0)]}) == [("judge", "gpu n5:0 71% 34.1/79.2 GiB")]
 
 
 def test_what_cannot_be_measured_is_said_to_be_so():
