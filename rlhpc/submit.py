@@ -180,7 +180,7 @@ def _start_slurm(config: RunConfig, plan: RunPlan, arguments: argparse.Namespace
 
 def _wait(plan: RunPlan, job_id: str, *, follow: bool) -> int:
     """Wait for the job's end; only DONE in the run folder counts as success."""
-    from rlhpc.slurm.state import ComponentState, wait_for_job
+    from rlhpc.slurm.state import ComponentState, merge_states, wait_for_job
 
     console = FileFollower(plan.path / "console.log")
 
@@ -191,11 +191,13 @@ def _wait(plan: RunPlan, job_id: str, *, follow: bool) -> int:
     def show_console() -> None:
         print(console.read_new(), end="", flush=True)
 
-    wait_for_job(job_id, on_change=show_states, on_poll=show_console if follow else None)
+    states = wait_for_job(job_id, on_change=show_states, on_poll=show_console if follow else None)
     if is_done(plan.path):
         print(f"The run reached its target.  Results: {plan.run_dir}")
         return 0
-    message = failure_message(plan.path, plan.path / "logs" / job_id)
+    logs = plan.path / "logs"
+    seen = f"the job ended as {merge_states(states)} (batch log {logs}/{job_id}_batch.out)"
+    message = failure_message(plan.path, logs / job_id, otherwise=seen)
     print(f"The run failed.\n{message}", file=sys.stderr)
     return 1
 
