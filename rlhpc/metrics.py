@@ -16,6 +16,7 @@ import math
 import queue
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,9 @@ from rlhpc.errors import RunFailedError
 from rlhpc.trackers import ConsoleLog, make_trackers
 
 GIB = 2**30
+
+ROLES_EVERY_S = 5.0
+"""Least time between the lines of the roles, so that quick steps leave the progress readable."""
 
 ETA_WINDOW = 20
 """Steps whose mean duration gives the time left."""
@@ -57,6 +61,7 @@ class MetricsReporter:
         self._step_seconds: deque[float] = deque(maxlen=ETA_WINDOW)
         self._num_samples = config.trainer.num_samples
         self._anything_to_report = False
+        self._roles_shown = -math.inf
         self._error: BaseException | None = None
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="metrics", daemon=True)
@@ -132,7 +137,11 @@ class MetricsReporter:
         known = [s for s in self._step_seconds if not math.isnan(s)]
         mean = sum(known) / len(known) if known else 0.0
         bar = progress_line(step, self._total_steps, metrics, seconds_per_step=mean)
-        self._write_lines([*role_lines(metrics, devices), ("run", bar)])
+        lines = [("run", bar)]
+        if time.monotonic() - self._roles_shown >= ROLES_EVERY_S:
+            self._roles_shown = time.monotonic()
+            lines = [*role_lines(metrics, devices), *lines]
+        self._write_lines(lines)
 
     def _write_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         self._anything_to_report = True

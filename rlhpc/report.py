@@ -142,8 +142,10 @@ def plot_run(records: Sequence[dict[str, Any]], path: Path, *, title: str) -> Pa
     """Draw reward, accuracy, response length and loss over steps; panels without data say so."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    figure = Figure(figsize=(10, 6.4), dpi=150, layout="constrained", facecolor="white")
+    layout = ConstrainedLayoutEngine(w_pad=0.16, h_pad=0.14)
+    figure = Figure(figsize=(10, 6.4), dpi=150, layout=layout, facecolor="white")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=13, color=INK, x=0.012, ha="left", fontweight="bold")
     axes = figure.subplots(2, 2).flat
@@ -195,6 +197,8 @@ def _draw(axis: Any, title: str, records: Sequence[dict[str, Any]], name: str) -
 
 def _draw_accuracy(axis: Any, records: Sequence[dict[str, Any]], held_out: str | None) -> None:
     """Held-out score at each evaluation, training accuracy as a pale line."""
+    from matplotlib import patheffects
+
     _style(axis, "Accuracy")
     steps, values = series(records, "critic/acc/mean")
     if steps:
@@ -205,12 +209,12 @@ def _draw_accuracy(axis: Any, records: Sequence[dict[str, Any]], held_out: str |
         points = series(records, held_out)
         look = {"color": ORANGE, "linewidth": 2, "marker": "o", "markersize": 5}
         axis.plot(*points, **look, label="held out, greedy")
+        outline = [patheffects.withStroke(linewidth=3, foreground="white")]
         ends = [0, -1] if len(points[0]) > 1 else [0]
         for i in ends:
             at, text = (points[0][i], points[1][i]), f"{points[1][i]:.2f}"
-            axis.annotate(
-                text, at, (0, 8), textcoords="offset points", ha="center", fontsize=9, color=ORANGE
-            )
+            note = axis.annotate(text, at, (0, 9), textcoords="offset points", ha="center")
+            note.set(fontsize=10, color=ORANGE, fontweight="bold", path_effects=outline)
         axis.margins(y=0.15)
     if steps or held_out:
         axis.legend(frameon=False, fontsize=8, labelcolor=MUTED, loc="lower right")

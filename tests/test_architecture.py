@@ -33,8 +33,8 @@ LAYERS: list[str] = [
     "cli",
     # --- torch below this line ---
     "data weights rewards trackers",
-    "algorithms metrics",
-    "comm training rollout",
+    "algorithms",
+    "comm training rollout metrics",
     "roles lanes",
     "controller rank",
     "worker",

@@ -10,7 +10,7 @@ import pytest
 
 from rlhpc.config.engines import FunctionOptions
 from rlhpc.errors import CommandError, ConfigError
-from rlhpc.rewards import addition, dense, exact, gsm8k
+from rlhpc.rewards import addition, exact, gsm8k
 from rlhpc.rewards.child import check_result
 from rlhpc.rewards.function import FunctionEngine, ScoreItem
 from rlhpc.rewards.numbers import find_numbers
@@ -223,43 +223,3 @@ def test_the_child_dies_with_a_killed_parent(tmp_path):
     while os.path.exists(f"/proc/{child}") and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not os.path.exists(f"/proc/{child}")
-
-
-REFERENCE = {"answer": "She sold 48/2 = <<48/2=24>>24 clips.\n48+24 = 72\n#### 72"}
-
-
-def test_the_dense_reward_adds_up_its_parts():
-    text = "In May 48 / 2 = 24. Then 48 + 24 = 71.\n#### 72"
-    result = dense.compute_score("gsm8k", text, "72", REFERENCE)
-    assert result == {
-        "score": pytest.approx(1 + 0.2 + 0.3 + 0.3 + 0.2 / 2 + 0.2 * 7 / 12 + 0.2),
-        "acc": 1,
-        "answer_line": 1,
-        "answer_present": 1,
-        "steps_present": 1,
-        "arithmetic": 0.5,
-        "numbers": pytest.approx(7 / 12),
-        "ended": 1,
-    }
-
-
-def test_the_dense_reward_tells_weak_responses_apart():
-    scores = [
-        dense.compute_score("gsm8k", text, "72", {**REFERENCE, "truncated": cut})["score"]
-        for text, cut in (
-            ("", False),
-            ("I do not know", True),
-            ("I do not know", False),
-            ("She had 48", True),
-            ("48 and 24", True),
-            ("48 + 24 = 72", True),
-        )
-    ]
-    assert scores[:2] == [0, 0]
-    assert sorted(scores[3:]) == scores[3:]
-    assert len(set(scores[1:])) == 5
-
-
-def test_the_dense_reward_survives_odd_arithmetic():
-    text = "1 / 0 = 5, 0/0=0, 1,000 x 2 = 2,000"
-    assert dense.compute_score("gsm8k", text, "72")["arithmetic"] == pytest.approx(1 / 3)
