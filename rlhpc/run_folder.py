@@ -9,6 +9,7 @@ logs/ console.log DONE     written by the run
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import platform
@@ -56,7 +57,7 @@ def make_run_folder(config: RunConfig, plan: RunPlan) -> None:
         _copy_code(config, folder / "code")
         _write_version(folder)
         _point_latest(folder)
-    except OSError as e:
+    except (OSError, SyntaxError) as e:
         raise ConfigError(f"run folder {folder} cannot be written: {e}; set run_root") from e
 
 
@@ -89,22 +90,45 @@ def _ignored(folder: str, names: list[str]) -> set[str]:
 
 
 def _own_modules(config: RunConfig) -> set[Path]:
-    """Files or folders of the top-level modules that the config names and nobody installed."""
+    """The user's own top-level modules that the config names, and those that they import."""
     names = {config.reward.function, config.algorithm.name}
     for role in config.roles.values():
         if role.engine not in ENGINES:
             names |= {role.engine, resolve_engine(role.engine).implementation.partition(":")[0]}
-    installed = [Path(sysconfig.get_path(k)) for k in ("stdlib", "purelib", "platlib")]
-    found = set()
-    for top in {name.partition(".")[0] for name in names if "." in name} - {"rlhpc"}:
-        spec = find_module(top)
-        if spec is None:
-            continue
-        locations = spec.submodule_search_locations
-        path = Path(next(iter(locations)) if locations else str(spec.origin)).resolve()
-        if path.exists() and not any(path.is_relative_to(root.resolve()) for root in installed):
-            found.add(path)
-    return found
+    waiting = {name for name in names if "." in name}
+    found: dict[str, Path | None] = {"rlhpc": None}
+    while waiting:
+        top = waiting.pop().partition(".")[0]
+        if top not in found:
+            found[top] = _own_module(top)
+            waiting |= _imports(found[top])
+    return {path for path in found.values() if path is not None}
+
+
+def _own_module(top: str) -> Path | None:
+    """File or folder of top-level module ``top``, None if it is installed or not there."""
+    spec = None if top in sys.stdlib_module_names else find_module(top)
+    if spec is None:
+        return None
+    locations = spec.submodule_search_locations
+    path = Path(next(iter(locations)) if locations else str(spec.origin)).resolve()
+    installed = [Path(sysconfig.get_path(k)).resolve() for k in ("purelib", "platlib")]
+    own = path.exists() and not any(path.is_relative_to(root) for root in installed)
+    return path if own else None
+
+
+def _imports(module: Path | None) -> set[str]:
+    """What the code of ``module`` imports, by name and without running it."""
+    if module is None:
+        return set()
+    names: set[str] = set()
+    for source in module.rglob("*.py") if module.is_dir() else [module]:
+        for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {a.name for a in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+                names.add(node.module)
+    return names
 
 
 def _write_version(folder: Path) -> None:

@@ -112,7 +112,7 @@ def test_without_slurm_a_real_submit_fails_before_it_writes(
 TABLE = """\
 component place role engine ranks mesh dtype GiB/rank
 train 1 x 2 ranks actor megatron 0-1 dp2 fp32 0.1
-rollout 1 x 1 rank rollout hf 2 1 rank fp32 0.1
+rollout 1 x 1 rank rollout hf 2 1 rank fp32 0.0
 reward function 2 1 rank - -
 """
 
@@ -131,15 +131,20 @@ def test_modules_of_ones_own_travel_with_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my_rewards").mkdir()
-    (tmp_path / "my_rewards" / "sums.py").write_text("def score(*args):\n    return 1.0\n")
+    (tmp_path / "my_rewards" / "sums.py").write_text(
+        "import beside\n\ndef score(*args):\n    return 1.0\n"
+    )
     (tmp_path / "my_rewards" / "__init__.py").write_text("raise ImportError('not on login')\n")
     (tmp_path / "my_rewards" / "table.bin").write_bytes(bytes(1 << 21))
+    (tmp_path / "beside.py").write_text("import json, hydra\n")
+    (tmp_path / "unused.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
     overrides = quickstart_overrides(
         make_model_folder(tmp_path), "reward.function=my_rewards.sums.score"
     )
     assert main(["--dry-run", *overrides]) == 0
     code = tmp_path / "runs" / "latest" / "code"
+    assert sorted(p.name for p in code.iterdir()) == ["beside.py", "my_rewards", "rlhpc"]
     assert sorted(p.name for p in (code / "my_rewards").iterdir()) == ["__init__.py", "sums.py"]
 
 
