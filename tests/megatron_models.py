@@ -140,7 +140,7 @@ class Reference:
             self.model.parameters(), self.clip_grad or float("inf")
         )
         self.optimizer.step()
-        values = {name: float(value) for name, value in metrics.items()}
+        values = {name: float(value.detach()) for name, value in metrics.items()}
         return {"loss": float(loss), "grad_norm": float(norm), **values}
 
     def weights(self) -> dict[str, Tensor]:

@@ -133,13 +133,14 @@ def make_transformer_config(
 ) -> Any:
     """Megatron's config of the same network; ``fused`` takes Transformer Engine's kernels."""
     recompute: dict[str, Any] = {}
-    if options.recompute is Recompute.full:
+    mode = Recompute(options.recompute)  # options of a config file are text
+    if mode is Recompute.full:
         recompute = {
             "recompute_granularity": "full",
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
         }
-    elif options.recompute is Recompute.selective:
+    elif mode is Recompute.selective:
         recompute = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     return TransformerConfig(
         num_layers=config.num_hidden_layers,
