@@ -26,6 +26,9 @@ from rlhpc.errors import CommandError, ConfigError
 START_TIMEOUT_S = 300.0
 """Deadline of importing the function; shared file systems are slow on the first import."""
 
+MAX_FAILURES_AT_FIRST = 8
+"""A function that has never worked is given up after so many rows; one odd row is no proof."""
+
 MAX_FAILURES_IN_A_ROW = 64
 """A function that has worked before is given up after so many rows without a reward."""
 
@@ -85,9 +88,9 @@ class FunctionEngine:
         """The rewards of ``items``, in order.
 
         Raises:
-            CommandError: no row got a reward, and either none ever did or `MAX_FAILURES_IN_A_ROW`
-            is reached; names
-                the function and carries the first traceback.
+            CommandError: no row got a reward, now and for `MAX_FAILURES_IN_A_ROW` rows
+                (`MAX_FAILURES_AT_FIRST` for a function that has never worked); names the function
+                and carries the first traceback.
         """
         results, first_traceback = [], ""
         for item in items:
@@ -98,7 +101,8 @@ class FunctionEngine:
             self._any_success, self._failures_in_a_row = True, 0
         elif results:
             self._failures_in_a_row += len(results)
-            if not self._any_success or self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
+            most = MAX_FAILURES_IN_A_ROW if self._any_success else MAX_FAILURES_AT_FIRST
+            if self._failures_in_a_row >= most:
                 raise CommandError(
                     f"reward.function {self._function} gave no reward for any of "
                     f"{self._failures_in_a_row} rows; "

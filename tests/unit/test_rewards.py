@@ -169,9 +169,15 @@ def test_a_hanging_function_costs_its_deadline_and_its_row(make_engine, how):
 def test_a_function_that_fails_on_every_row_ends_the_run_with_its_traceback(make_engine):
     engine = make_engine("broken")
     with pytest.raises(CommandError, match=r"reward_functions\.broken gave no reward") as caught:
-        engine.score(items("a", "b"))
+        engine.score(items(*"abcdefgh"))
     assert "ZeroDivisionError: always" in str(caught.value)
     assert "reward_functions.py" in str(caught.value)
+
+
+def test_one_odd_row_at_the_start_does_not_end_the_run(make_engine):
+    engine = make_engine("moody")
+    assert engine.score(items("raise"))[0].error == "KeyError: 'answer'"
+    assert engine.score(items("fine"))[0].reward == 1
 
 
 def test_a_function_that_has_worked_is_given_up_later(make_engine):
