@@ -57,6 +57,7 @@ class Rank:
         self._weights: WeightExchange | None = None
         self._stopped = False
         self._store: dist.Store | None = None
+        stages = make_stages(config.algorithm.name, use_reference=config.algorithm.use_kl_loss)
         self._context = RankContext(
             config=config,
             plan=plan,
@@ -68,6 +69,7 @@ class Rank:
             emit=lambda number, kind, data: send(Event(number, rank, kind, data)),
             reply=lambda number, result: send(Reply(number, rank, result, 0.0)),
             run_until=self._run_until,
+            needs_responses=any(s.method == "load_rows" for s in stages),
         )
 
     def receive(self, command: Command) -> None:
@@ -99,7 +101,7 @@ class Rank:
                 return
             if command.number > number:
                 raise CommandError(
-                    f"rank {self._rank} was called to command {number}, its next is {command.number}; "
+                    f"rank {self._rank} was called to command {number}, next is {command.number}; "
                     "the replica's leader and followers did not get the same commands"
                 )
 
@@ -241,11 +243,6 @@ class Rank:
         """End engines at a clean end.  Main thread only."""
         for role in self._roles.values():
             role.close()
-
-    def remove_leftovers(self) -> None:
-        """Remove what would outlive a process that ends at once.  Any thread."""
-        for role in self._roles.values():
-            role.remove_leftovers()
 
 
 def row_bridges(plan: RunPlan, config: RunConfig) -> dict[str, tuple[int, ...]]:

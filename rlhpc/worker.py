@@ -243,7 +243,6 @@ class Worker:
         with self._leaving:
             if self._controller is not None and threading.current_thread() is not self._controller:
                 self._controller.join(LAST_WORDS_S)
-            self._rank.remove_leftovers()
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)

@@ -53,6 +53,15 @@ class StageRun:
     seconds: float | None = None
     """Wall time, once finished."""
 
+    @property
+    def busy_seconds(self) -> float:
+        """Time that the busiest rank spent in the stage's commands."""
+        spent: dict[int, float] = {}
+        for call in self.calls:
+            for rank, reply in call.replies.items():
+                spent[rank] = spent.get(rank, 0.0) + reply.seconds
+        return max(spent.values(), default=0.0)
+
 
 class BatchRun:
     """Runs the stages of one batch."""
@@ -88,7 +97,8 @@ class BatchRun:
 
     def run(self, stages: Sequence[Stage]) -> None:
         """Run all stages to the end."""
-        waiting, active = list(stages), []
+        waiting = list(stages)
+        active: list[StageRun] = []
         while waiting or active:
             for stage in [s for s in waiting if self._is_ready(s, stages)]:
                 waiting.remove(stage)
@@ -286,7 +296,7 @@ class BatchRun:
         """Send whole groups that have finished sampling to the reward role."""
         rows = self.rows
         group = len(rows) // max(rows.num_prompts, 1)
-        ready = []
+        ready: list[int] = []
         for first in range(0, len(rows), group):
             positions = range(first, first + group)
             if first not in self._scored and all(p in self._finished_rows for p in positions):

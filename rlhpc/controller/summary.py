@@ -21,11 +21,13 @@ def step_metrics(plan: RunPlan, batch: BatchRun, *, step_s: float, epoch: int) -
         response_lengths=rows.response_lengths,
         truncated=rows.columns["truncated"],
         extra=_extra_scores(batch),
+        groups=rows.prompts,
     )
     metrics |= _update_metrics(batch)
     metrics |= _sync_metrics(plan, batch)
     for run in batch.runs.values():
-        metrics[f"timing_s/{run.stage.timing or run.stage.name}"] = run.seconds or 0.0
+        seconds = run.busy_seconds if run.stage.streams else run.seconds
+        metrics[f"timing_s/{run.stage.timing or run.stage.name}"] = seconds or 0.0
     metrics |= {
         "timing_s/step": step_s,
         "perf/time_per_step": step_s,

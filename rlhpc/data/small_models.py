@@ -22,8 +22,10 @@ VOCABULARY = ("<pad>", "<eos>", *"0123456789+-*/=() .,?abcdefghi")
 COMPLETE = ("config.json", "model.safetensors", "tokenizer.json")
 
 
-def make_tiny_qwen2(folder: str | Path, *, seed: int = 1, tied: bool = True) -> Path:
-    """A random Qwen2 (3 layers, hidden 128), a character tokenizer and an addition task.
+def make_tiny_qwen2(
+    folder: str | Path, *, seed: int = 1, tied: bool = True, num_layers: int = 3
+) -> Path:
+    """A random Qwen2 (hidden 128), a character tokenizer and an addition task.
 
     The folder also gets `train.jsonl` and `val.jsonl`: prompts such as `12+34=` for
     `data.chat_template=false`,
@@ -33,6 +35,7 @@ def make_tiny_qwen2(folder: str | Path, *, seed: int = 1, tied: bool = True) -> 
         folder: where to; returned at once when it is complete.
         seed: of weights and task.
         tied: share input and output embeddings.
+        num_layers: transformer layers.
     """
 
     def build(target: Path) -> None:
@@ -43,7 +46,7 @@ def make_tiny_qwen2(folder: str | Path, *, seed: int = 1, tied: bool = True) -> 
             vocab_size=len(VOCABULARY),
             hidden_size=128,
             intermediate_size=256,
-            num_hidden_layers=3,
+            num_hidden_layers=num_layers,
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=128,

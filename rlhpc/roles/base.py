@@ -35,6 +35,8 @@ class RankContext:
     """(command number, result): end a command whose `run` returned None."""
     run_until: Callable[[int], None]
     """Run this rank's compute commands up to and including the given number."""
+    needs_responses: bool = False
+    """Supervised stages: training prompts must come with a target text."""
     _datasets: dict[str, PromptDataset] = field(default_factory=dict)
 
     def tokenizer(self) -> Any:
@@ -45,7 +47,11 @@ class RankContext:
         """Prompts of ``split``, loaded once."""
         if split not in self._datasets:
             self._datasets[split] = load_prompts(
-                self.config.data, self.tokenizer(), split=split, seed=self.config.seed
+                self.config.data,
+                self.tokenizer(),
+                split=split,
+                seed=self.config.seed,
+                need_response=self.needs_responses,
             )
         return self._datasets[split]
 
@@ -82,8 +88,4 @@ class Role(Protocol):
 
     def close(self) -> None:
         """Free what outlives the process."""
-        ...
-
-    def remove_leftovers(self) -> None:
-        """Remove what would outlive a process that ends at once.  Any thread."""
         ...

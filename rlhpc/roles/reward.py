@@ -106,6 +106,3 @@ class RewardRole:
     def close(self) -> None:
         """End the scoring process."""
         self._engine.close()
-
-    def remove_leftovers(self) -> None:
-        """The scoring process dies with its parent."""

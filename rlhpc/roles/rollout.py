@@ -73,6 +73,7 @@ class RolloutRole:
                     temperature=args["temperature"],
                 )
             )
+        self.before_collective(command.number)  # followers must take it before work ends
         self._open[command.number] = {r.row_id for r in requests}
         self._sampled_tokens[command.number] = 0
         with self._world.active():
@@ -168,9 +169,4 @@ class RolloutRole:
             self._engine.weights_updated(version)
 
     def close(self) -> None:
-        """Free the engine's shared memory."""
-        self._engine.close()
-
-    def remove_leftovers(self) -> None:
-        """Shared memory of the engine."""
-        self._engine.remove_leftovers()
+        """Nothing outlives the process."""

@@ -151,6 +151,3 @@ class TrainingRole:
 
     def close(self) -> None:
         """Nothing outlives the process."""
-
-    def remove_leftovers(self) -> None:
-        """Nothing outlives the process."""

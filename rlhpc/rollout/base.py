@@ -103,11 +103,3 @@ class RolloutEngine(Protocol):
         Later tokens carry ``version``.
         """
         ...
-
-    def close(self) -> None:
-        """Free what outlives the process (shared memory)."""
-        ...
-
-    def remove_leftovers(self) -> None:
-        """Remove shared memory of a process that is about to end at once; may run in any thread."""
-        ...

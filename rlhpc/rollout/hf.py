@@ -153,12 +153,6 @@ class HfEngine:
         self._version = version
         self._cache = None
 
-    def close(self) -> None:
-        """Nothing outlives the process."""
-
-    def remove_leftovers(self) -> None:
-        """Nothing outlives the process."""
-
     def _admit(self) -> None:
         """Let waiting rows join when a worthwhile number of slots is free."""
         count = min(self._max_num_seqs - len(self._rows), len(self._waiting))

@@ -149,12 +149,6 @@ class VllmEngine:
         if not self._engine.reset_prefix_cache(reset_running_requests=True):
             raise CommandError(f"{self._label}: vLLM kept its prefix cache at version {version}")
 
-    def close(self) -> None:
-        """Nothing outlives the process: shared memory is unlinked when the engine is built."""
-
-    def remove_leftovers(self) -> None:
-        """Nothing to remove, see `close`."""
-
     def _build(self, arguments: dict[str, Any]) -> None:
         """Leader: engine and own worker; follower: worker, serving the leader until it is ready."""
         # vLLM reads the environment at import, so it comes after `prepare_environment`.

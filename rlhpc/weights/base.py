@@ -1,4 +1,4 @@
-"""WeightPart: one box of a Hugging Face-named tensor and the view of engine storage that holds it."""
+"""WeightPart: a box of a Hugging Face-named tensor and the view of storage that holds it."""
 
 from __future__ import annotations
 

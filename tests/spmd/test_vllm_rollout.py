@@ -82,8 +82,6 @@ def scenario(rank: int, tp: int, path: str, other: str) -> dict[str, Any]:
     out["back greedy"] = run(rank, engine, GREEDY)
     out["mixed"] = run(rank, engine, WHOLE, **{f"s{UPDATE_STEP}": lambda: update(other, 3)})
     out["errors"] = [raised(engine.follow), raised(lambda: engine.interrupt(1))] if not rank else []
-    engine.close()
-    engine.remove_leftovers()
     maps = Path("/proc/self/maps").read_text().splitlines()
     # Named semaphores are the fork server's way of making locks; ranks of a run have none.
     out["shm"] = [line for line in maps if "/dev/shm/" in line and "/sem." not in line]
