@@ -1,6 +1,6 @@
 """The data plane: weights and rows go straight from ranks that hold them to ranks that need them.
 
-Who waits for whom, in round k of a weight exchange (a row exchange is one round):
+Who waits for whom, in round k of an exchange of weights or rows:
 
     rank A                        rank B                        rank C
     pack what goes out            pack                          pack
@@ -182,11 +182,13 @@ def exchange_rows(
     receive: Mapping[int, Sequence[tuple[int, int]]],
     columns: Sequence[str],
     store: ColumnStore,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> int:
     """Bytes received, once the named columns of all awaited rows are in ``store``.
 
-    Collective over the ranks that send or receive; all are given matching orders.  One message a
-    pair of ranks holds all its columns, unpadded.  Rows from this rank itself are in place.
+    Collective over the ranks that send or receive; all are given matching orders.  A message
+    holds all columns of as many rows of a pair of ranks as fit, unpadded.  Rows from this rank
+    itself are in place.
 
     Args:
         bridge: Holds all ranks concerned; ranks here are global.
@@ -195,30 +197,79 @@ def exchange_rows(
         receive: Source rank -> (row id, tokens of prompt + response) of each row, in its order.
         columns: Names in `dataflow.COLUMNS`; the same at both ends.
         store: Rows to send are read from it, those that come are put in.
+        bucket_bytes: Bound of a message; a single larger row travels alone.  The same at both ends.
 
     Raises:
         CommandError: A column of a row to send is not here.
     """
-    rows_in = {peer: rows for peer, rows in sorted(receive.items()) if peer != rank and rows}
-    lengths = {peer: torch.tensor([n for _, n in rows]) for peer, rows in rows_in.items()}
+    outgoing = {
+        peer: _cut_rows(rows, store.lengths(rows, columns), columns, bucket_bytes)
+        for peer, rows in sorted(send.items())
+        if peer != rank and rows
+    }
+    incoming = {
+        peer: _cut_rows(
+            [row for row, _ in rows], [length for _, length in rows], columns, bucket_bytes
+        )
+        for peer, rows in sorted(receive.items())
+        if peer != rank and rows
+    }
+    num_rounds = max(map(len, (*outgoing.values(), *incoming.values())), default=0)
+    num_bytes = 0
     with _on(bridge.device):
-        sends = [
-            (peer, pack_columns(store.batch(rows, columns), columns).to(bridge.device))
-            for peer, rows in sorted(send.items())
-            if peer != rank and rows
-        ]
-        receives = {
-            peer: torch.empty(
-                packed_bytes(lengths[peer], columns), dtype=torch.uint8, device=bridge.device
+        for number in range(num_rounds):
+            sends = [
+                (peer, pack_columns(store.batch(cut[number].row_ids, columns), columns))
+                for peer, cut in outgoing.items()
+                if number < len(cut)
+            ]
+            receives = [
+                (peer, cut[number], _empty_bytes(cut[number].nbytes(columns), bridge.device))
+                for peer, cut in incoming.items()
+                if number < len(cut)
+            ]
+            _post(
+                bridge,
+                sends=[(peer, data.to(bridge.device)) for peer, data in sends],
+                receives=[(peer, data) for peer, _, data in receives],
             )
-            for peer in rows_in
-        }
-        _post(bridge, sends=sends, receives=receives.items())
-        for peer, data in receives.items():
-            ids = [row for row, _ in rows_in[peer]]
-            columns_in = unpack_columns(data.cpu(), lengths[peer], columns)
-            store.put_batch(Batch(ids, lengths[peer], columns_in), columns)
-    return sum(data.numel() for data in receives.values())
+            for _, rows, data in receives:
+                columns_in = unpack_columns(data.cpu(), rows.lengths, columns)
+                store.put_batch(Batch(rows.row_ids, rows.lengths, columns_in), columns)
+                num_bytes += data.numel()
+    return num_bytes
+
+
+def _empty_bytes(count: int, device: torch.device) -> Tensor:
+    return torch.empty(count, dtype=torch.uint8, device=device)
+
+
+class _Rows(NamedTuple):
+    """Rows of one message."""
+
+    row_ids: list[int]
+    lengths: Tensor
+    """[N] int64."""
+
+    def nbytes(self, columns: Sequence[str]) -> int:
+        return packed_bytes(self.lengths, columns)
+
+
+def _cut_rows(
+    rows: Sequence[int], lengths: Sequence[int], columns: Sequence[str], bucket_bytes: int
+) -> list[_Rows]:
+    """Rows of a pair in messages of at most ``bucket_bytes``, or one row; alike at both ends."""
+    messages: list[tuple[list[int], list[int]]] = []
+    left = 0
+    for row, length in zip(rows, lengths, strict=True):
+        size = packed_bytes(torch.tensor([length]), columns)
+        if size > left or not messages:
+            messages.append(([], []))
+            left = bucket_bytes
+        messages[-1][0].append(row)
+        messages[-1][1].append(length)
+        left -= size
+    return [_Rows(ids, torch.tensor(n)) for ids, n in messages]
 
 
 def _post(

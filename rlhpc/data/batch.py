@@ -126,9 +126,8 @@ class ColumnStore:
     def batch(self, rows: Sequence[int], columns: Iterable[str]) -> Batch:
         """The named columns of ``rows`` as one batch; lengths follow a [T] column."""
         found = {name: [self.get(name, row) for row in rows] for name in columns}
-        measure = next((c for c in found if COLUMNS[c].per_token), "token_ids")
-        lengths = [self.get(measure, row).numel() for row in rows]
-        out = Batch(list(rows), torch.tensor(lengths, dtype=torch.int64))
+        lengths = torch.tensor(self.lengths(rows, found), dtype=torch.int64)
+        out = Batch(list(rows), lengths)
         for name, values in found.items():
             if not values:
                 out.columns[name] = torch.empty(0, dtype=_dtype(name))
@@ -137,6 +136,11 @@ class ColumnStore:
             else:
                 out.columns[name] = torch.stack(values)
         return out
+
+    def lengths(self, rows: Sequence[int], columns: Iterable[str]) -> list[int]:
+        """Tokens of each row, by the first [T] column of ``columns`` or else `token_ids`."""
+        measure = next((c for c in columns if COLUMNS[c].per_token), "token_ids")
+        return [self.get(measure, row).numel() for row in rows]
 
     def release(self, rows: Iterable[int]) -> None:
         """Forget every column of ``rows``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 
 import pytest
@@ -43,6 +44,27 @@ def test_a_fault_of_an_engine_is_the_headline(tiny_qwen2, tmp_path, fault, stage
     assert_blames(run, rank=2, role="rollout dp0 tp0 pp0", stage=stage, cause=cause)
     if fault != "exit":
         assert "faulty_engine.py" in run.failure["traceback"]
+
+
+@pytest.mark.slurm
+def test_a_fault_in_a_heterogeneous_job_ends_all_its_components(slurm, tiny_qwen2, tmp_path):
+    assert slurm.exists()
+    words = tiny_grpo(
+        tiny_qwen2,
+        "cluster=devcluster",
+        "--wait",
+        "components.train={partition: a100, gpus_per_node: 2}",
+        "components.rollout={partition: h100, gpus_per_node: 1}",
+        "roles.rollout.engine=tests.e2e.faulty.FAULTY_HF",
+        "cluster.environment.FAULT=raise",
+    )
+    run = submit(*words, run_root=tmp_path)
+    cause = "ValueError: the engine broke at its second step"
+    assert_blames(run, rank=2, role="rollout dp0 tp0 pp0", stage="generate", cause=cause)
+    assert "FAILED" in run.output
+    batch_log = next((run.run_dir / "logs").glob("*_batch.out")).read_text()
+    assert cause in batch_log
+    assert subprocess.run(["squeue", "-h"], capture_output=True, text=True).stdout == ""
 
 
 def test_a_killed_rank_is_named_and_its_victims_are_not(tiny_qwen2, tmp_path):

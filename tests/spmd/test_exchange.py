@@ -206,7 +206,7 @@ def _value(column: str, row: int) -> torch.Tensor:
     return (values if COLUMNS[column].per_token else values[0]).to(dtype)
 
 
-def _rows(rank: int, path: str, readers: dict[int, list[int]]) -> int:
+def _rows(rank: int, path: str, readers: dict[int, list[int]], bucket_bytes: int = 1 << 20) -> int:
     bridge = _bridge(rank, path, (2, 1, 0))
     store = ColumnStore()
     columns = list(COLUMNS)
@@ -225,6 +225,7 @@ def _rows(rank: int, path: str, readers: dict[int, list[int]]) -> int:
         },
         columns=columns[::-1] if rank == 1 else columns,
         store=store,
+        bucket_bytes=bucket_bytes,
     )
     for row in readers.get(rank, []):
         for column in columns:
@@ -249,9 +250,15 @@ def test_any_pattern_of_readers_ends(tmp_path, readers):
     run_spmd(_rows, 3, str(tmp_path / "store"), readers, init=False)
 
 
+@pytest.mark.parametrize("bucket_bytes", [1, 200])
+def test_rows_over_the_bucket_travel_in_several_messages(tmp_path, bucket_bytes):
+    readers = {0: [4, 3, 2], 1: [4, 3, 2, 1, 0]}
+    run_spmd(_rows, 3, str(tmp_path / "store"), readers, bucket_bytes, init=False)
+
+
 def test_a_row_that_is_not_here_is_named(tmp_path):
     bridge = _bridge(0, str(tmp_path / "store"), (0,))
-    with pytest.raises(CommandError, match="column rewards of row 7 is not on this rank"):
+    with pytest.raises(CommandError, match="column old_logprobs of row 7 is not on this rank"):
         exchange_rows(
-            bridge, rank=0, send={1: [7]}, receive={}, columns=["rewards"], store=ColumnStore()
+            bridge, rank=0, send={1: [7]}, receive={}, columns=["old_logprobs"], store=ColumnStore()
         )
