@@ -21,6 +21,8 @@ from rlhpc.config.schema import Device, RoleConfig, RunConfig
 from rlhpc.config.typed import one_of
 from rlhpc.errors import ConfigError, Problem
 
+VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
 
 def check_model_sizes(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
     """Heads and widths against tp, layers against pp; engines pad the vocabulary."""
@@ -34,9 +36,10 @@ def check_model_sizes(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]
     for name, role in config.roles.items():
         if role.kind is RoleKind.reward:
             continue
-        wrong = _tp_misfits(role.tp, facts)
+        yield from _check_head_size(config, name, role, facts)
+        wrong = _tp_misfits(role, role.tp, facts)
         if wrong:
-            legal = one_of(t for t in _sizes_up_to(config, role) if not _tp_misfits(t, facts))
+            legal = one_of(t for t in _sizes_up_to(config, role) if not _tp_misfits(role, t, facts))
             yield Problem(
                 f"roles.{name}.tp",
                 f"tp={role.tp} does not fit {', '.join(wrong)} of the model",
@@ -53,8 +56,25 @@ def check_model_sizes(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]
             )
 
 
-def _tp_misfits(tp: int, facts: ModelFacts) -> list[str]:
-    """Sizes of the model that cannot be split over ``tp`` ranks, as `name=value`."""
+def _check_head_size(
+    config: RunConfig, name: str, role: RoleConfig, facts: ModelFacts
+) -> Iterator[Problem]:
+    """On CPU vLLM has attention kernels for some head sizes only."""
+    on_cpu = config.cluster.device is Device.cpu
+    if role.engine == "vllm" and on_cpu and facts.head_dim not in VLLM_CPU_HEAD_SIZES:
+        yield Problem(
+            f"roles.{name}.engine",
+            f"vLLM on CPU has no attention for the model's head size {facts.head_dim}",
+            one_of(VLLM_CPU_HEAD_SIZES),
+            f"Set roles.{name}.engine=hf, or use another model.",
+        )
+
+
+def _tp_misfits(role: RoleConfig, tp: int, facts: ModelFacts) -> list[str]:
+    """Sizes of the model that ``role`` cannot split over ``tp`` ranks, as `name=value`.
+
+    vLLM repeats kv heads where tp is a multiple of them; training engines do not.
+    """
     if tp < 1:
         return []
     sizes = {
@@ -63,7 +83,8 @@ def _tp_misfits(tp: int, facts: ModelFacts) -> list[str]:
         "intermediate_size": facts.intermediate_size,
     }
     wrong = [f"{name}={size}" for name, size in sizes.items() if size % tp]
-    if facts.num_kv_heads % tp and tp % facts.num_kv_heads:
+    repeats = role.engine == "vllm" and tp % facts.num_kv_heads == 0
+    if facts.num_kv_heads % tp and not repeats:
         wrong.append(f"num_key_value_heads={facts.num_kv_heads}")
     return wrong
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhpc.config.check_layout import check_time
 from rlhpc.config.data_facts import file_list
-from rlhpc.config.engines import RoleKind
+from rlhpc.config.engines import MIN_TEMPERATURE, RoleKind
 from rlhpc.config.placement import role_dp
 from rlhpc.config.schema import Launcher, RoleConfig, RunConfig
 from rlhpc.config.typed import nearest, one_of
@@ -60,7 +60,14 @@ def check_algorithm(config: RunConfig) -> Iterator[Problem]:
     yield from _apply(
         "sampling",
         config.sampling,
-        (("temperature", config.sampling.temperature > 0, "above 0; evaluation is greedy anyway"),),
+        (
+            (
+                "temperature",
+                config.sampling.temperature >= MIN_TEMPERATURE,
+                f"at least {MIN_TEMPERATURE}, below which vLLM samples otherwise; "
+                "evaluation is greedy anyway",
+            ),
+        ),
     )
     yield from _check_batch_sizes(config)
 

@@ -17,6 +17,9 @@ from typing import Any
 from rlhpc.config.typed import build
 from rlhpc.errors import ConfigError, Problem, raise_problems
 
+MIN_TEMPERATURE = 0.01
+"""Below it vLLM would silently sample at another temperature."""
+
 
 class RoleKind(Enum):
     """What a role does in the algorithm."""

@@ -15,6 +15,9 @@ from rlhpc.errors import ConfigError
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Architectures that every engine serves."""
 
+ROPE_TYPES = ("default", "linear", "llama3")
+"""Rotary embeddings that every engine serves."""
+
 _REQUIRED = (
     "hidden_size",
     "num_hidden_layers",
@@ -92,9 +95,16 @@ def _facts(architecture: str, data: dict[str, Any]) -> ModelFacts:
     unsupported = []
     if data.get("hidden_act", "silu") != "silu":
         unsupported.append(f"hidden_act={data['hidden_act']}")
-    for flag in ("use_sliding_window", "mlp_bias"):
+    flags = ["use_sliding_window", "mlp_bias"]
+    if architecture != "Qwen2ForCausalLM":  # where it means q, k and v only
+        flags.append("attention_bias")
+    for flag in flags:
         if data.get(flag):
             unsupported.append(f"{flag}=true")
+    rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    if rope_type not in ROPE_TYPES:
+        unsupported.append(f"rope_type={rope_type}")
     if data.get("quantization_config"):
         unsupported.append("quantization_config")
     return ModelFacts(
@@ -108,7 +118,7 @@ def _facts(architecture: str, data: dict[str, Any]) -> ModelFacts:
         vocab_size=data["vocab_size"],
         max_position_embeddings=data["max_position_embeddings"],
         tied=bool(data.get("tie_word_embeddings", False)),
-        qkv_bias=architecture == "Qwen2ForCausalLM" or bool(data.get("attention_bias", False)),
+        qkv_bias=architecture == "Qwen2ForCausalLM",
         qk_norm=qwen3,
         unsupported=tuple(unsupported),
     )

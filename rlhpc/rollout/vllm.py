@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rlhpc.config.engines import VllmOptions
+from rlhpc.config.engines import MIN_TEMPERATURE, VllmOptions
 from rlhpc.errors import CommandError, PlanError
 from rlhpc.plan import RolePlan
 from rlhpc.rollout.base import Sample, SampleRequest, check_request
@@ -30,8 +30,6 @@ from rlhpc.weights.base import WeightPart
 from rlhpc.weights.vllm import vllm_weight_parts
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-# vLLM raises a lower temperature to this by itself; its log-probs would be another policy's.
-_MIN_TEMPERATURE = 0.01
 # Tokens of one step on CPU, where a prompt cannot be split over steps (see `_engine_arguments`).
 _CPU_STEP_TOKENS = 8192
 
@@ -201,10 +199,10 @@ class VllmEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        if 0 < request.temperature < _MIN_TEMPERATURE:
+        if 0 < request.temperature < MIN_TEMPERATURE:
             raise CommandError(
                 f"row {request.row_id} has temperature {request.temperature}; expected 0 (greedy) "
-                f"or at least {_MIN_TEMPERATURE} with engine vllm. Change sampling.temperature"
+                f"or at least {MIN_TEMPERATURE} with engine vllm. Change sampling.temperature"
             )
         return SamplingParams(
             max_tokens=request.max_new_tokens,

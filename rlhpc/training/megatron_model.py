@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhpc.config.engines import MegatronOptions, Recompute
+from rlhpc.config.model_facts import ROPE_TYPES
 from rlhpc.errors import ConfigError, Problem
 from rlhpc.plan import RolePlan
 from rlhpc.training.megatron_imports import (
@@ -25,7 +26,6 @@ from rlhpc.training.megatron_imports import (
 from rlhpc.training.megatron_modules import use_own_modules
 from rlhpc.weights.names import ARCHITECTURES
 
-ROPE_TYPES = ("default", "linear", "llama3")
 """Rotary embeddings whose frequencies do not depend on the sequence length and that do not scale
 attention.
 """

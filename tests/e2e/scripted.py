@@ -60,7 +60,8 @@ class ScriptedWorker(Worker):
         def note(event: Event) -> None:
             on_event(event)  # type: ignore[operator]
 
-        return calls.issue("generate", dict.fromkeys(role.ranks, args), role="rollout", on_event=note)
+        everyone = dict.fromkeys(role.ranks, args)
+        return calls.issue("generate", everyone, role="rollout", on_event=note)
 
 
 if __name__ == "__main__":

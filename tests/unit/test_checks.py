@@ -122,7 +122,7 @@ REFUSALS: dict[str, tuple[list[str], str]] = {
         r"^algorithm\.group_size: group_size=1 leaves every advantage at 0; expected at least 2",
     ),
     "mini-batch": (
-        ["algorithm.mini_batch_size=5"],
+        ["algorithm.mini_batch_size=5", "data.train_batch_size=32"],
         r"^algorithm\.mini_batch_size: mini_batch_size=5 does not divide .*=32; .*8, 16, 32",
     ),
     "no batch": (["data.train_batch_size=0"], r"^data\.train_batch_size: 0 prompts"),
@@ -131,7 +131,7 @@ REFUSALS: dict[str, tuple[list[str], str]] = {
         r"^algorithm\.mini_batch_size: 32 rows a mini-batch are fewer than dp=64 of roles\.actor",
     ),
     "idle rollout replica": (
-        ["components.rollout.tasks_per_node=600"],
+        ["components.rollout.tasks_per_node=600", "data.train_batch_size=32"],
         r"^data\.train_batch_size: 512 rows a step are fewer than dp=600 of roles\.rollout",
     ),
     "clip_ratio_c": (["algorithm.clip_ratio_c=1"], r"^algorithm\.clip_ratio_c: .*above 1"),
@@ -139,7 +139,7 @@ REFUSALS: dict[str, tuple[list[str], str]] = {
         ["algorithm.clip_ratio_low=1"],
         r"^algorithm\.clip_ratio_low: .*in \(0, 1\)",
     ),
-    "temperature": (["sampling.temperature=0"], r"^sampling\.temperature: .*above 0"),
+    "temperature": (["sampling.temperature=0"], r"^sampling\.temperature: .*at least 0.01"),
     # trainer, data, machine
     "steps": (["trainer.total_training_steps=0"], r"^trainer\.total_training_steps: .*at least 1"),
     "test_freq": (["trainer.test_freq=0"], r"^trainer\.test_freq: test_freq=0; expected -1 or"),
@@ -284,6 +284,14 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
         r"^model\.path: architecture GPT2LMHeadModel .*LlamaForCausalLM, Qwen2ForCausalLM, Qwen3",
     ),
     "size": ({"vocab_size": None}, r"^model\.path: .*config\.json lacks vocab_size"),
+    "rope": (
+        {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+        r"^model\.path: .*config\.json sets rope_type=yarn",
+    ),
+    "sliding window": (
+        {"use_sliding_window": True},
+        r"^model\.path: .*config\.json sets use_sliding_window=true",
+    ),
     "activation": ({"hidden_act": "gelu"}, r"^model\.path: .*config\.json sets hidden_act=gelu"),
 }
 
@@ -293,6 +301,24 @@ def test_a_model_that_no_engine_serves_is_refused(case: str, tmp_path: Path) -> 
     changes, pattern = MODELS[case]
     problems = problems_of(make_model_folder(tmp_path, **changes))
     assert any(re.search(pattern, p) for p in problems), problems
+
+
+def test_vllm_on_cpu_refuses_a_head_size_without_kernels(tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path, head_dim=24)
+    problems = problems_of(folder, "roles.rollout.engine=vllm", "roles.rollout.options={}")
+    pattern = r"^roles\.rollout\.engine: .*head size 24; expected .*32"
+    assert any(re.search(pattern, p) for p in problems), problems
+
+
+def test_only_vllm_repeats_kv_heads(tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path, num_attention_heads=4, num_key_value_heads=2)
+    problems = problems_of(folder, "components.train.tasks_per_node=4", "roles.actor.tp=4")
+    assert any(
+        p.startswith("roles.actor.tp: tp=4 does not fit num_key_value_heads=2") for p in problems
+    )
+    words = ["components.rollout.tasks_per_node=4", "roles.rollout.engine=vllm"]
+    words += ["roles.rollout.options={}", "roles.rollout.tp=4"]
+    assert not any("num_key_value_heads" in p for p in problems_of(folder, *words))
 
 
 @pytest.mark.parametrize(
