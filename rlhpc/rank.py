@@ -17,8 +17,9 @@ from rlhpc.comm.exchange import WeightExchange, exchange_rows
 from rlhpc.comm.messages import TRANSFER, Command, Event, Message, Reply
 from rlhpc.comm.world import Bridge, World
 from rlhpc.config.schema import RunConfig
+from rlhpc.controller.placement import row_bridges
 from rlhpc.data.batch import ColumnStore
-from rlhpc.dataflow import COLUMNS, make_stages
+from rlhpc.dataflow import make_stages
 from rlhpc.errors import CommandError
 from rlhpc.lanes import Inbox, TransferLane
 from rlhpc.metrics import sample_device
@@ -57,7 +58,9 @@ class Rank:
         self._weights: WeightExchange | None = None
         self._stopped = False
         self._store: dist.Store | None = None
-        stages = make_stages(config.algorithm.name, use_reference=config.algorithm.use_kl_loss)
+        self._stages = make_stages(
+            config.algorithm.name, use_reference=config.algorithm.use_kl_loss
+        )
         self._context = RankContext(
             config=config,
             plan=plan,
@@ -69,7 +72,7 @@ class Rank:
             emit=lambda number, kind, data: send(Event(number, rank, kind, data)),
             reply=lambda number, result: send(Reply(number, rank, result, 0.0)),
             run_until=self._run_until,
-            needs_responses=any(s.method == "load_rows" for s in stages),
+            needs_responses=any(s.method == "load_rows" for s in self._stages),
         )
 
     def receive(self, command: Command) -> None:
@@ -161,7 +164,7 @@ class Rank:
         Then worlds and engines; then the weights' plan.
         """
         log = []
-        for name, ranks in row_bridges(self._plan, self._config).items():
+        for name, ranks in row_bridges(self._plan, self._stages).items():
             if self._rank in ranks:
                 self._bridges[name] = self._make_bridge(name, ranks)
                 log.append(self._bridges[name].describe())
@@ -243,27 +246,3 @@ class Rank:
         """End engines at a clean end.  Main thread only."""
         for role in self._roles.values():
             role.close()
-
-
-def row_bridges(plan: RunPlan, config: RunConfig) -> dict[str, tuple[int, ...]]:
-    """Bridges that rows may cross: name -> ports of writer and reader, where these differ."""
-    stages = make_stages(config.algorithm.name, use_reference=config.algorithm.use_kl_loss)
-    bridges: dict[str, tuple[int, ...]] = {}
-    writers: dict[str, RolePlan] = {}
-    for stage in stages:
-        role = plan.role_of_kind(stage.role)
-        if role is None:
-            continue
-        ports = tuple(role.port(d) for d in range(role.dp))
-        for column in stage.reads:
-            source = writers.get(column)
-            if source is None or source.name == role.name or not COLUMNS[column].per_token:
-                continue
-            source_ports = tuple(source.port(d) for d in range(source.dp))
-            if source_ports != ports:
-                bridges[f"{source.name}->{role.name}"] = tuple(
-                    dict.fromkeys((*source_ports, *ports))
-                )
-        for column in stage.writes:
-            writers[column] = role
-    return bridges

@@ -13,6 +13,9 @@ import random
 from collections.abc import Sequence
 from itertools import pairwise
 
+from rlhpc.dataflow import COLUMNS, Stage
+from rlhpc.plan import RolePlan, RunPlan
+
 
 def split_mini_batches(
     num_prompts: int, mini_batch_size: int, *, epochs: int, seed: int
@@ -57,3 +60,36 @@ def spread_groups(num_groups: int, num_bins: int) -> list[list[int]]:
     """
     edges = [num_groups * i // num_bins for i in range(num_bins + 1)]
     return [list(range(a, b)) for a, b in pairwise(edges)]
+
+
+def ports_of(role: RolePlan) -> tuple[int, ...]:
+    """The port of each replica of ``role``."""
+    return tuple(role.port(d) for d in range(role.dp))
+
+
+def rows_stay(source: RolePlan, reader: RolePlan) -> bool:
+    """Whether every row that ``source`` wrote is already where ``reader`` will read it.
+
+    A reward is computed where a row was sampled, if a reward rank lives there.  Training engines
+    place rows by one rule, so equal ports mean equal places; a rollout's rows are placed anew.
+    """
+    mine, theirs = ports_of(source), ports_of(reader)
+    if reader.kind == "reward":
+        return set(mine) <= set(theirs)
+    return mine == theirs and (source.kind != "rollout" or len(mine) == 1)
+
+
+def row_bridges(plan: RunPlan, stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
+    """Bridges that rows cross: `writer->reader` -> ports of both, in stage order."""
+    bridges: dict[str, tuple[int, ...]] = {}
+    writers: dict[str, RolePlan] = {}
+    for stage in stages:
+        role = plan.role_of_kind(stage.role)
+        if role is None:
+            continue
+        for source in (writers[c] for c in stage.reads if COLUMNS[c].per_token):
+            if source.name != role.name and not rows_stay(source, role):
+                ranks = dict.fromkeys((*ports_of(source), *ports_of(role)))
+                bridges[f"{source.name}->{role.name}"] = tuple(ranks)
+        writers.update(dict.fromkeys(stage.writes, role))
+    return bridges

@@ -66,6 +66,11 @@ class RowTable:
         for position, value in zip(self.positions_of(row_ids), values, strict=True):
             target[position] = value
 
+    def copies_at(self, role: str) -> set[str]:
+        """[T] columns fetched to the places of ``role``, by it or by a role placed alike."""
+        alike = (r for r in self.copies if self.places[r] == self.places[role])
+        return {column for r in alike for column in self.copies[r]}
+
     def rows_by_place(self, role: str, positions: Iterable[int]) -> dict[int, list[int]]:
         """Rank -> positions, of the rows at ``positions`` as placed for ``role``."""
         out: dict[int, list[int]] = {}

@@ -21,7 +21,7 @@ from rlhpc.comm.messages import TRANSFER, Event
 from rlhpc.config.schema import RunConfig
 from rlhpc.controller.advantages import compute_row_advantages
 from rlhpc.controller.calls import Call, Calls
-from rlhpc.controller.placement import balance, split_mini_batches, spread_groups
+from rlhpc.controller.placement import balance, ports_of, split_mini_batches, spread_groups
 from rlhpc.controller.rows import RowTable
 from rlhpc.dataflow import COLUMNS, Stage
 from rlhpc.errors import CommandError
@@ -146,8 +146,8 @@ class BatchRun:
         if role.name in self.rows.places:
             return
         places = [-1] * len(self.rows)
-        ports = [role.port(d) for d in range(role.dp)]
-        for part in self._placement_parts(role):
+        ports = ports_of(role)
+        for part in self._placement_parts():
             for port, chosen in zip(
                 ports, balance([self.rows.lengths[p] for p in part], role.dp), strict=True
             ):
@@ -155,10 +155,8 @@ class BatchRun:
                     places[part[i]] = port
         self.rows.places[role.name] = places
 
-    def _placement_parts(self, role: RolePlan) -> list[list[int]]:
-        """Positions balanced together: for the actor each mini-batch of a pass, else all rows."""
-        if role.kind != "actor":
-            return [list(range(len(self.rows)))]
+    def _placement_parts(self) -> list[list[int]]:
+        """Positions that are balanced together: each mini-batch of a pass, for all roles alike."""
         first_pass = len(self._mini_batches) // self._config.algorithm.epochs
         return [self._positions_of_prompts(m) for m in self._mini_batches[:first_pass]]
 
@@ -176,7 +174,7 @@ class BatchRun:
             if COLUMNS[column].per_token and self.rows.writer[column] != role.name:
                 by_source.setdefault(self.rows.writer[column], []).append(column)
         for source, columns in by_source.items():
-            missing = [c for c in columns if c not in self.rows.copies.setdefault(role.name, set())]
+            missing = [c for c in columns if c not in self.rows.copies_at(role.name)]
             moves = self.rows.moves(source, role.name, positions)
             if not missing or not moves:
                 continue
@@ -265,7 +263,7 @@ class BatchRun:
         role = self._role("actor")
         rows = self.rows
         places = [-1] * len(rows)
-        for part in self._placement_parts(role):
+        for part in self._placement_parts():
             for d, chosen in enumerate(spread_groups(len(part), role.dp)):
                 for i in chosen:
                     places[part[i]] = role.port(d)
@@ -283,7 +281,7 @@ class BatchRun:
 
     def _start_score(self, run: StageRun) -> None:
         role = self._role("reward")
-        ports = [role.port(d) for d in range(role.dp)]
+        ports = ports_of(role)
         source = self._role("rollout")
         where = self.rows.places[source.name]
         # A row stays where it was sampled when a reward rank lives there; the rest goes round.

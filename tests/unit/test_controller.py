@@ -5,8 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhpc.controller.placement import balance, split_mini_batches, spread_groups
+from rlhpc.controller.placement import balance, row_bridges, split_mini_batches, spread_groups
 from rlhpc.controller.rows import RowTable
+from rlhpc.dataflow import grpo_stages, sft_stages
+from rlhpc.plan import ComponentPlan, RolePlan, RunPlan
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 3), st.integers(0, 5))
@@ -58,3 +60,42 @@ def test_values_are_set_by_row_id_and_lengths_follow():
     assert rows.lengths == [4, 5, 6, 9]
     assert rows.response_lengths == [2, 3, 3, 6]
     assert rows.num_prompts == 2
+
+
+def make_role(name, kind, ranks, *, tp=1, pp=1):
+    dp = len(ranks) // (tp * pp)
+    return RolePlan(name, kind, "c", "e", "role", "fp32", dp, tp, pp, tuple(ranks))
+
+
+def make_run_plan(*roles):
+    component = ComponentPlan("c", 0, 1, 1 + max(r for role in roles for r in role.ranks), 0)
+    return RunPlan("run", "/run", (component,), roles, total_steps=1)
+
+
+def test_bridges_join_the_ports_of_roles_that_exchange_rows():
+    plan = make_run_plan(
+        make_role("actor", "actor", range(8), tp=2, pp=2),
+        make_role("reference", "reference", range(8), tp=2, pp=2),
+        make_role("rollout", "rollout", range(8, 12), tp=2),
+        make_role("reward", "reward", range(8, 12)),
+    )
+    bridges = row_bridges(plan, grpo_stages(use_reference=True))
+    # Rewards are computed on the rollout's leaders; actor and reference place rows alike.
+    assert bridges == {"rollout->reference": (8, 10, 4, 6), "rollout->actor": (8, 10, 4, 6)}
+
+
+def test_colocated_rollout_and_actor_exchange_rows_but_not_on_one_rank():
+    two = (make_role("actor", "actor", range(2)), make_role("rollout", "rollout", range(2)))
+    reward = make_role("reward", "reward", [2])
+    bridges = row_bridges(make_run_plan(*two, reward), grpo_stages(use_reference=False))
+    assert bridges == {"rollout->reward": (0, 1, 2), "rollout->actor": (0, 1)}
+    one = (make_role("actor", "actor", [0]), make_role("rollout", "rollout", [0]))
+    assert row_bridges(make_run_plan(*one), sft_stages()) == {}
+    assert row_bridges(make_run_plan(*one), grpo_stages(use_reference=False)) == {}
+
+
+def test_columns_fetched_by_a_role_serve_those_placed_alike():
+    rows = make_rows()
+    rows.places["reference"] = list(rows.places["actor"])
+    rows.copies = {"reference": {"token_ids"}, "reward": {"loss_mask"}}
+    assert rows.copies_at("actor") == {"token_ids"}
