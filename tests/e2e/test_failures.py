@@ -53,8 +53,8 @@ def test_a_fault_in_a_heterogeneous_job_ends_all_its_components(slurm, tiny_qwen
         tiny_qwen2,
         "cluster=devcluster",
         "--wait",
-        "components.train={partition: a100, gpus_per_node: 2}",
-        "components.rollout={partition: h100, gpus_per_node: 1}",
+        "components.train={partition: a100, gpus_per_node: 2, tasks_per_node: null}",
+        "components.rollout={partition: h100, gpus_per_node: 1, tasks_per_node: null}",
         "roles.rollout.engine=tests.e2e.faulty.FAULTY_HF",
         "cluster.environment.FAULT=raise",
     )
@@ -71,7 +71,7 @@ def test_a_killed_rank_is_named_and_its_victims_are_not(tiny_qwen2, tmp_path):
     killed_at = []
 
     def kill(run_dir):
-        wait_until(console_has(run_dir, "step 1/"), 120)
+        wait_until(console_has(run_dir, "/500 ["), 120)
         os.kill(rank_pid(run_dir, 1), signal.SIGKILL)
         killed_at.append(time.monotonic())
 
@@ -87,7 +87,7 @@ def test_a_killed_rank_is_named_and_its_victims_are_not(tiny_qwen2, tmp_path):
 
 def test_a_terminated_rank_says_so(tiny_qwen2, tmp_path):
     def terminate(run_dir):
-        wait_until(console_has(run_dir, "step 1/"), 120)
+        wait_until(console_has(run_dir, "/500 ["), 120)
         os.kill(rank_pid(run_dir, 2), signal.SIGTERM)
 
     words = tiny_grpo(tiny_qwen2, "trainer.total_training_steps=500")
@@ -99,7 +99,7 @@ def test_a_terminated_rank_says_so(tiny_qwen2, tmp_path):
 
 def test_losing_rank_0_ends_the_run(tiny_qwen2, tmp_path):
     def kill(run_dir):
-        wait_until(console_has(run_dir, "step 1/"), 120)
+        wait_until(console_has(run_dir, "/500 ["), 120)
         os.kill(rank_pid(run_dir, 0), signal.SIGKILL)
 
     words = tiny_grpo(tiny_qwen2, "trainer.total_training_steps=500")
