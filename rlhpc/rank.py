@@ -41,7 +41,7 @@ class Rank:
         incarnation: str,
         device: torch.device,
         send: Callable[[Message], None],
-        on_transfer_error: Callable[[BaseException], None],
+        on_transfer_error: Callable[[BaseException, str], None],
     ) -> None:
         self.stage = "start"
         """Stage of the command in hand, for failure reports."""
@@ -136,7 +136,7 @@ class Rank:
             result = self._dispatch_transfer(command)
             self._send(Reply(command.number, self._rank, result, time.monotonic() - started))
         except BaseException as error:
-            self._on_transfer_error(error)
+            self._on_transfer_error(error, command.stage)
 
     def _dispatch_transfer(self, command: Command) -> dict[str, Any]:
         args = command.args

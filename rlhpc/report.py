@@ -111,7 +111,8 @@ def _sample_lines(samples: Sequence[dict[str, Any]], count: int) -> list[str]:
     """The last evaluation's first ``count`` responses."""
     if not samples or count < 1:
         return []
-    last = [s for s in samples if s["step"] == samples[-1]["step"]][:count]
+    last = [s for s in samples if s["step"] == samples[-1]["step"]]
+    last = sorted(last, key=lambda s: s["index"])[:count]
     lines = [f"samples of the evaluation at step {last[0]['step']}:"]
     for number, sample in enumerate(last, 1):
         for key, label in (
@@ -122,6 +123,7 @@ def _sample_lines(samples: Sequence[dict[str, Any]], count: int) -> list[str]:
         ):
             value = sample[key]
             text = f"{value:.3f}" if isinstance(value, float) else str(value)
+            text = "missing" if value is None else text
             lines += _field(label, text)
     return lines
 

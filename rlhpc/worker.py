@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -84,7 +85,6 @@ class Worker:
         self._plan = plan
         self._environment = environment
         self._aborted = threading.Event()
-        self._leaving = threading.Lock()
         self._client: ChannelClient | None = None
         self._controller: threading.Thread | None = None
         self._rank = Rank(
@@ -171,16 +171,26 @@ class Worker:
         return rendezvous, store
 
     def _control(self, server: ChannelServer) -> None:
-        reporter = MetricsReporter(
-            self._plan.path, self._config, total_steps=self._plan.total_steps
-        )
+        """Whatever ends the controller, ranks are told and this process ends: none waits."""
+        total_steps = self._plan.total_steps
         try:
-            Controller(self._config, self._plan, server, reporter).run()
-        except RunFailedError as error:
-            print(f"controller: {error}", file=sys.stderr, flush=True)
-        finally:
-            reporter.close()
+            with closing(
+                MetricsReporter(self._plan.path, self._config, total_steps=total_steps)
+            ) as reporter:
+                Controller(self._config, self._plan, server, reporter).run()
+        except Exception as error:
+            self._say(f"controller: {error}")
+            if not isinstance(error, RunFailedError):
+                self._report_run(f"{type(error).__name__}: {error}")
+            server.broadcast(Abort(first_line(error)))
             server.close()
+            self._leave(1)
+        server.close()
+
+    def _report_run(self, message: str) -> None:
+        """failure.json of a controller that could not write its own."""
+        with contextlib.suppress(OSError):  # a full disk must not keep the ranks from ending
+            (self._plan.path / "failure.json").write_text(json.dumps({"message": message}))
 
     # Ends
 
@@ -202,12 +212,15 @@ class Worker:
         self._aborted.wait(LAST_WORDS_S)
         self._leave(143)
 
-    def _fail(self, error: BaseException) -> NoReturn:
+    def _fail(self, error: BaseException, stage: str | None = None) -> NoReturn:
         """Last words, a moment for the controller to name the first cause, then the end."""
+        self._rank.stage = stage or self._rank.stage
         text = "".join(traceback.format_exception(error))
         self._say(text)
         self._report(
-            f"{type(error).__name__}: {error}", text, is_victim=is_broken_connection(error)
+            f"{type(error).__name__}: {first_line(error)}",
+            text,
+            is_victim=is_broken_connection(error),
         )
         self._aborted.wait(LAST_WORDS_S)
         self._leave(1)
@@ -240,12 +253,11 @@ class Worker:
 
     def _leave(self, code: int) -> NoReturn:
         """End the process at once: the main thread may sit in a collective that never returns."""
-        with self._leaving:
-            if self._controller is not None and threading.current_thread() is not self._controller:
-                self._controller.join(LAST_WORDS_S)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+        if self._controller is not None and threading.current_thread() is not self._controller:
+            self._controller.join(LAST_WORDS_S)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def choose_device(config: RunConfig, local_rank: int) -> torch.device:
@@ -305,8 +317,6 @@ def connect_store(rendezvous: Rendezvous, timeout_s: float) -> TCPStore:
 
 def record_failure(run_dir: Path, failure: Failure) -> None:
     """failures/<rank>.json: what the job script prints when the controller could not say more."""
-    folder = run_dir / "failures"
-    folder.mkdir(exist_ok=True)
     record = {
         "message": f"rank {failure.rank} ({failure.role}) on {failure.host} failed in stage "
         f"{failure.stage}: {failure.cause}",
@@ -318,7 +328,14 @@ def record_failure(run_dir: Path, failure: Failure) -> None:
         "traceback": failure.traceback,
         "time": time.time(),
     }
-    (folder / f"{failure.rank}.json").write_text(json.dumps(record, indent=1))
+    with contextlib.suppress(OSError):  # a full disk must not keep the rank from ending
+        (run_dir / "failures").mkdir(exist_ok=True)
+        (run_dir / "failures" / f"{failure.rank}.json").write_text(json.dumps(record, indent=1))
+
+
+def first_line(error: BaseException) -> str:
+    """The headline of ``error``; the rest of its text is in the traceback."""
+    return (str(error).splitlines() or [""])[0]
 
 
 def is_broken_connection(error: BaseException) -> bool:

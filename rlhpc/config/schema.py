@@ -306,9 +306,7 @@ class TrainerConfig:
     """Write the trained weights as a Hugging Face folder, `export/` in the run folder, at the end.
     """
     check_sync: bool = True
-    """After the first sync compare sampled log-probs with the trainer's and stop above
-    `sync_tolerance`.
-    """
+    """Compare log-probs of sampler and trainer in every step; stop above `sync_tolerance`."""
     sync_tolerance: float = 0.5
     """Largest mean |rollout_logprobs - old_logprobs| of a batch that is taken for rounding."""
 

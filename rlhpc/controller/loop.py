@@ -13,6 +13,7 @@ talks to ranks.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import traceback
@@ -221,6 +222,8 @@ class Controller:
             )
         path = self._plan.path / "failure.json"
         partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(record, indent=1))
-        partial.replace(path)
-        self._reporter.line("run", f"FAILED: {message}")
+        # A full disk, or a reporter that failed on it, must not keep the ranks from being told.
+        with contextlib.suppress(OSError, RunFailedError):
+            partial.write_text(json.dumps(record, indent=1))
+            partial.replace(path)
+            self._reporter.line("run", f"FAILED: {message}")

@@ -310,7 +310,7 @@ class BatchRun:
                 "truncated": [rows.columns["truncated"][p] for p in positions],
                 "split": self.spec.split,
                 "step": self.spec.step,
-                "num_samples": self.spec.num_samples if 0 in positions else 0,
+                "sample_rows": [rows.ids[p] for p in positions if p < self.spec.num_samples],
             }
             for rank, positions in rows.rows_by_place(role.name, ready).items()
         }

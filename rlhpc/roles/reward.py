@@ -6,6 +6,7 @@ Rows stay where they are.
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from rlhpc.comm.messages import Command
@@ -74,21 +75,24 @@ class RewardRole:
     def _write_samples(
         self, command: Command, items: list[ScoreItem], results: list[ScoreResult]
     ) -> None:
-        """The first responses of an evaluation, for the run's summary."""
-        count = command.args["num_samples"]
-        if not count:
+        """The responses of an evaluation that the controller chose for the run's summary."""
+        chosen = set(command.args["sample_rows"])
+        if not chosen:
             return
         prompts = self._context.prompts(command.args["split"])
         with open(self._context.plan.path / "samples.jsonl", "a", encoding="utf-8") as file:
-            for (_, prompt_index), item, result in list(
-                zip(command.args["rows"], items, results, strict=True)
-            )[:count]:
+            for (row, prompt_index), item, result in zip(
+                command.args["rows"], items, results, strict=True
+            ):
+                if row not in chosen:
+                    continue
                 record = {
                     "step": command.args["step"],
+                    "index": prompt_index,
                     "prompt": prompts[prompt_index].text,
                     "response": item.solution_str,
                     "ground_truth": item.ground_truth,
-                    "reward": result.reward,
+                    "reward": None if math.isnan(result.reward) else result.reward,
                 }
                 file.write(json.dumps(record) + "\n")
 

@@ -97,6 +97,19 @@ def test_a_terminated_rank_says_so(tiny_qwen2, tmp_path):
     assert "signal SIGTERM" in run.failure["cause"]
 
 
+def test_a_disk_that_is_full_ends_the_run_with_a_word(tiny_qwen2, tmp_path):
+    """metrics.jsonl is a link to a device that is always full."""
+
+    def fill(run_dir):
+        (run_dir / "metrics.jsonl").symlink_to("/dev/full")
+
+    run = submit(*tiny_grpo(tiny_qwen2), run_root=tmp_path, during=fill)
+    assert run.code != 0
+    assert "metrics cannot be written" in run.output
+    assert "No space left on device" in run.output
+    assert leftovers(run.run_dir) == []
+
+
 def test_losing_rank_0_ends_the_run(tiny_qwen2, tmp_path):
     def kill(run_dir):
         wait_until(console_has(run_dir, "/500 ["), 120)

@@ -18,7 +18,10 @@ def make_run(folder, *, evaluations=((0, 0.25), (40, 0.75)), steps=40):
     ]
     write(folder / "metrics.jsonl", records)
     sample = {"prompt": "12+34=", "response": "46", "ground_truth": "46", "reward": 1.5}
-    write(folder / "samples.jsonl", [{"step": s, **sample} for s in (0, 0, 40, 40)])
+    write(
+        folder / "samples.jsonl",
+        [{"step": s, "index": i, **sample} for s, i in ((0, 0), (0, 1), (40, 1), (40, 0))],
+    )
 
 
 def test_before_and_after_plot_and_samples_are_told(tmp_path):
@@ -59,12 +62,21 @@ def test_long_responses_are_wrapped_and_cut(tmp_path):
     text = "\n".join(["word " * 40] * 20)
     write(
         tmp_path / "samples.jsonl",
-        [{"step": 1, "prompt": "p", "response": text, "ground_truth": 1, "reward": float("nan")}],
+        [
+            {
+                "step": 1,
+                "index": 0,
+                "prompt": "p",
+                "response": text,
+                "ground_truth": 1,
+                "reward": None,
+            }
+        ],
     )
     lines = make_report(tmp_path).text.splitlines()
     assert max(len(line) for line in lines[3:]) <= 100
     assert sum("word" in line for line in lines) == 7
-    assert "     reward    nan" in lines
+    assert "     reward    missing" in lines
 
 
 def test_a_half_written_last_line_is_left_out(tmp_path):
