@@ -1,12 +1,17 @@
 """The process that runs a reward function: `python -m rlhpc.rewards.child <fd> <parent pid>`.
 
-Started and killed by `rewards.function.FunctionEngine`; holds nothing but the function.
-Torch-free.  It speaks over
-an inherited socket, so that whatever the function prints goes to the rank's log.
+Started and ended by `rewards.function.FunctionEngine`; holds nothing but the function.
+Torch-free.  It speaks over an inherited socket, so that whatever the function prints goes to the
+rank's log.  Linux only.
+
+    guard      this process: ends all below at SIGTERM, at the rank's death, and when the child ends
+      child    its fork: runs the function
+        ...    what the function started, also in sessions of its own
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import inspect
@@ -17,11 +22,13 @@ import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from rlhpc.errors import ConfigError
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def load_function(path: str) -> Callable[..., Any]:
@@ -104,12 +111,74 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _die_with(parent: int) -> None:
-    """Ask the kernel (Linux) to kill this process when the thread that started it ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def guard(parent: int) -> None:
+    """Fork; return in the child.  The guard never returns: it ends with all its descendants.
+
+    A process of its own because a function that hangs in native code runs no signal handler.
+
+    Args:
+        parent: the rank.  The kernel signals the end of the thread in it that started this process.
+    """
+    awaited = (signal.SIGTERM, signal.SIGCHLD)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    # Orphans come to the guard instead of init, so that it finds them.
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _die_with(parent, signal.SIGTERM)
+    me = os.getpid()
+    child = os.fork()
+    if child == 0:
+        _die_with(me, signal.SIGKILL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
+        return
+    code: int | None = None
+    while code is None and signal.sigwait(awaited) != signal.SIGTERM:
+        code = _reap().get(child)
+    _end_descendants()
+    # The code as a shell gives it: 137 for KILL.
+    os._exit(0 if code is None else code if code >= 0 else 128 - code)
+
+
+def _reap() -> dict[int, int]:
+    """The exit codes by pid of all children that have ended."""
+    codes = {}
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+    return codes
+
+
+def _end_descendants() -> None:
+    """Kill every child, then those that come to this subreaper thereby, until there are none."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            for pid in _children():
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(-1, 0)
+
+
+def _children() -> list[int]:
+    """The pids of this process's children.  They stay valid: nobody else reaps them."""
+    pids = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended meanwhile
+            # pid (name) state ppid ...; the name may hold spaces and brackets
+            if int(path.read_text(errors="replace").rpartition(")")[2].split()[1]) == os.getpid():
+                pids.append(int(path.parent.name))
+    return pids
+
+
+def _die_with(parent: int, number: signal.Signals) -> None:
+    """Ask the kernel to send ``number`` when the thread that started this process ends."""
+    _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
-        sys.exit(0)
+        os._exit(0)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
 
 
 def _first_line(error: BaseException) -> str:
@@ -124,7 +193,9 @@ def serve(connection: Connection) -> None:
         function = load_function(path)
         check_arguments(function, path, kwargs)
     except Exception as error:
-        connection.send((isinstance(error, ConfigError), str(error), traceback.format_exc()))
+        is_config_error = isinstance(error, ConfigError)
+        text = str(error) if is_config_error else _first_line(error)
+        connection.send((is_config_error, text, traceback.format_exc()))
         return
     connection.send(None)
     while True:
@@ -140,5 +211,7 @@ def serve(connection: Connection) -> None:
 
 
 if __name__ == "__main__":
-    _die_with(int(sys.argv[2]))
+    # What the function starts must not hold the socket open.
+    os.set_inheritable(int(sys.argv[1]), False)
+    guard(int(sys.argv[2]))
     serve(Connection(int(sys.argv[1])))

@@ -1,18 +1,20 @@
 """Rewards from a Python function, row by row, in a process that can be killed.
 
 A hanging grader (symbolic maths does hang) costs its row and a new process, never the run.  A row
-without a usable
-reward gets NaN and a message, never 0.  Local to one rank; knows nothing of tokens.
+without a usable reward gets NaN and a message, never 0.  Local to one rank; knows nothing of
+tokens.
 
     rank ----row----> child (function)      one row at a time, each with its own deadline
-         <--reward--                        late or dead: killed, started anew, the row has no
-         reward
+         <--reward--                        late or dead: killed with all that it started, started
+                                            anew, the row has no reward
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -25,6 +27,9 @@ from rlhpc.errors import CommandError, ConfigError
 
 START_TIMEOUT_S = 300.0
 """Deadline of importing the function; shared file systems are slow on the first import."""
+
+END_TIMEOUT_S = 5.0
+"""How long the child's guard may take to end the child and all that the function started."""
 
 MAX_FAILURES_AT_FIRST = 8
 """A function that has never worked is given up after so many rows; one odd row is no proof."""
@@ -90,7 +95,7 @@ class FunctionEngine:
         Raises:
             CommandError: no row got a reward, now and for `MAX_FAILURES_IN_A_ROW` rows
                 (`MAX_FAILURES_AT_FIRST` for a function that has never worked); names the function
-                and carries the first traceback.
+                in one line and carries the first traceback as a note.
         """
         results, first_traceback = [], ""
         for item in items:
@@ -103,19 +108,28 @@ class FunctionEngine:
             self._failures_in_a_row += len(results)
             most = MAX_FAILURES_IN_A_ROW if self._any_success else MAX_FAILURES_AT_FIRST
             if self._failures_in_a_row >= most:
-                raise CommandError(
+                raise _with_traceback(
                     f"reward.function {self._function} gave no reward for any of "
                     f"{self._failures_in_a_row} rows; "
                     f"expected a finite number for each. First: {results[0].error}. "
-                    f"Mend the function or reward.kwargs.\n{first_traceback}"
+                    "Mend the function or reward.kwargs.",
+                    first_traceback,
                 )
         return results
 
     def close(self) -> None:
-        """End the child."""
+        """End the child and every process that the function started."""
+        if self._connection.closed:
+            return
         self._connection.close()
-        self._process.kill()
-        self._process.wait()
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_TIMEOUT_S)
+        code = self._process.returncode
+        if code is None or code < 0:  # the guard itself hangs or was killed
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
     def _start(self) -> None:
         self._connection, theirs = Pipe()
@@ -153,7 +167,11 @@ class FunctionEngine:
             self.close()
             if is_config_error:
                 raise ConfigError(text)
-            raise CommandError(f"reward.function {self._function} cannot be imported:\n{trace}")
+            raise _with_traceback(
+                f"reward.function {self._function} cannot be imported ({text}); expected a module "
+                "that loads. Mend it, or install what it lacks.",
+                trace,
+            )
 
     def _receive(self, timeout_s: float) -> Any:
         """The child's next message, or `_Lost`."""
@@ -179,6 +197,14 @@ class FunctionEngine:
             return ScoreResult(item.row_id, math.nan, error=f"the function {answer.why}"), ""
         reward, extra, error, trace = answer
         return ScoreResult(item.row_id, reward, extra, error), trace
+
+
+def _with_traceback(headline: str, trace: str) -> CommandError:
+    """A CommandError of one line; its printed traceback shows the child's, once."""
+    error = CommandError(headline)
+    if trace:
+        error.add_note(f"First traceback of the function:\n{trace.rstrip()}")
+    return error
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 # ruff: noqa: ARG001
 
+import ctypes
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -32,6 +34,17 @@ def moody(data_source, solution_str, ground_truth, extra_info=None):
 
 def report_pid(data_source, solution_str, ground_truth, extra_info=None):
     Path(solution_str).write_text(str(os.getpid()))
+    return 0.0
+
+
+def start_sleep(data_source, solution_str, ground_truth, extra_info=None, *, how="wait"):
+    if ground_truth == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    process = subprocess.Popen(["sleep", solution_str], start_new_session=how == "session")
+    if how == "native":  # no signal handler of Python's runs in there
+        ctypes.PyDLL(None).sleep(3600)
+    if ground_truth == "hang":
+        process.wait()
     return 0.0
 
 
