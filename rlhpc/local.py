@@ -1,7 +1,8 @@
 """The plan's ranks as processes of this machine, with the variables that Slurm would give them.
 
 No placement and no limits: all components are here.  As in the job, one failing rank ends all
-within seconds, every rank has its own log, and only DONE counts as success.
+within seconds, every rank has its own log, and only DONE counts as success.  Ctrl-C, SIGTERM and
+SIGHUP end all ranks, too.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from rlhpc.config.schema import Device, RunConfig
 from rlhpc.errors import SubmitError
-from rlhpc.outcome import FileFollower, clear_outcome, failure_message, is_done
+from rlhpc.outcome import FileFollower, clear_outcome, failure_message, is_done, write_failure
 from rlhpc.plan import RunPlan
 from rlhpc.slurm.environ import clean_environment, rank_variables
 
@@ -27,6 +30,7 @@ _POLL_S = 0.1
 _GRACE_S = 5.0
 """Between TERM and KILL."""
 _CAUSE_S = 2.0
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -38,6 +42,9 @@ def run_local(
     command: list[str] | None = None,
 ) -> int:
     """Run ``plan`` to its end, showing its console; return 0 only if it reached its target.
+
+    A signal that ends the launcher ends all ranks; the code is then 128 + its number, and
+    failure.json names it unless a rank had failed before.
 
     Args:
         config: The run's config.
@@ -51,26 +58,58 @@ def run_local(
     console = FileFollower(plan.path / "console.log", from_end=True)
     words = command or [python, "-u", "-m", "rlhpc.worker", plan.run_dir]
     ranks: list[subprocess.Popen[bytes]] = []
-    code, seen = 98, "all ranks ended with 0"
-    try:
-        for rank in range(plan.num_ranks):
-            ranks.append(_start_rank(config, plan, rank, job_id=job_id, command=words))
-        failed = _watch(ranks, console)
-        if failed is not None:
-            code = _exit_code(ranks[failed])
-            seen = f"rank {failed} ended with {code}, log {plan.log_name(failed)}"
-            _await_first_cause(ranks, plan.path)
-    except KeyboardInterrupt:
-        print(f"Interrupted; ending {len(ranks)} ranks.", flush=True)
-        code, seen = 130, "interrupted"
-    finally:
-        _end_all(ranks)
+    code, seen, stop = 98, "all ranks ended with 0", None
+    with _stop_signals() as stops:
+        try:
+            for rank in range(plan.num_ranks):
+                ranks.append(_start_rank(config, plan, rank, job_id=job_id, command=words))
+            failed = _watch(ranks, console, stops)
+            if failed is not None:
+                code = _exit_code(ranks[failed])
+                seen = f"rank {failed} ended with {code}, log {plan.log_name(failed)}"
+                _await_first_cause(ranks, plan.path)
+            elif stops:
+                code, seen, stop = 128 + stops[0], _stop_message(stops[0]), stops[0]
+        finally:
+            has_cause = (plan.path / "failure.json").exists()
+            _end_all(ranks)
+    if stop and not has_cause and not is_done(plan.path):
+        write_failure(plan.path, seen)  # what ranks said since is the consequence
+    if stop == signal.SIGHUP:  # the terminal is gone
+        return 0 if is_done(plan.path) else code
     _show(console)
     if is_done(plan.path):
         return 0
     print("The run failed.")
     print(failure_message(plan.path, log_dir, otherwise=seen), flush=True)
     return code
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[list[signal.Signals]]:
+    """The stop signals that came, in order; in other threads than the main one always empty.
+
+    They are noted and not raised, so that a second one cannot break off the end of the ranks.  One
+    that the caller has us ignore, as nohup does, stays ignored.
+    """
+    came: list[signal.Signals] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield came
+        return
+    before = {n: signal.getsignal(n) for n in _STOP_SIGNALS}
+    ours = [n for n, handler in before.items() if handler not in (signal.SIG_IGN, None)]
+    try:
+        for number in ours:
+            signal.signal(number, lambda n, _: came.append(signal.Signals(n)))
+        yield came
+    finally:
+        for number in ours:
+            signal.signal(number, before[number])
+
+
+def _stop_message(number: signal.Signals) -> str:
+    what = "interrupted" if number == signal.SIGINT else "terminated"
+    return f"the launcher was {what} ({number.name})"
 
 
 def _make_log_dir(run_dir: Path, job_id: str) -> Path:
@@ -162,9 +201,11 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-def _watch(ranks: list[subprocess.Popen[bytes]], console: FileFollower) -> int | None:
-    """Show the console until one rank failed (return it) or all ended (return None)."""
-    while True:
+def _watch(
+    ranks: list[subprocess.Popen[bytes]], console: FileFollower, stops: list[signal.Signals]
+) -> int | None:
+    """Show the console until one rank failed (return it), all ended or a signal came (None)."""
+    while not stops:
         _show(console)
         codes = [rank.poll() for rank in ranks]
         failed = [rank for rank, code in enumerate(codes) if code]
@@ -173,6 +214,7 @@ def _watch(ranks: list[subprocess.Popen[bytes]], console: FileFollower) -> int |
         if all(code == 0 for code in codes):
             return None
         time.sleep(_POLL_S)
+    return None
 
 
 def _exit_code(rank: subprocess.Popen[bytes]) -> int:

@@ -4,7 +4,8 @@ Ranks write these files; the launchers (job script, `local`, `submit --follow`) 
 DONE says that the target was reached: srun and ranks can return 0 for a run that did nothing.
 
     DONE                   written by rank 0 at the very end
-    failure.json           the first cause, written by rank 0's controller
+    failure.json           the first cause, written by rank 0's controller, or by `local` if a
+                           signal ended it
     failures/<rank>.json   written by each rank that fails by itself, same keys
     console.log            progress for people, written by rank 0
 
@@ -29,6 +30,13 @@ def clear_outcome(run_dir: Path) -> None:
     (run_dir / "DONE").unlink(missing_ok=True)
     (run_dir / "failure.json").unlink(missing_ok=True)
     shutil.rmtree(run_dir / "failures", ignore_errors=True)
+
+
+def write_failure(run_dir: Path, message: str) -> None:
+    """Make ``message`` the first cause; nobody sees half a file."""
+    partial = run_dir / "failure.json.launcher"
+    partial.write_text(json.dumps({"message": message}))
+    partial.replace(run_dir / "failure.json")
 
 
 def failure_message(run_dir: Path, log_dir: Path, *, otherwise: str = "the run ended early") -> str:

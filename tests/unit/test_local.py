@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -125,25 +126,102 @@ time.sleep(100)
     assert alive_pids(tmp_path) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_no_rank_outlives_its_launcher(tmp_path: Path, number: signal.Signals) -> None:
-    _, _, command = make_run(tmp_path, "time.sleep(100)")
+def start_launcher(tmp_path: Path, code: str, *, prefix: str = "") -> subprocess.Popen[str]:
+    """A process that runs `run_local`, once all its ranks are up."""
+    _, _, command = make_run(tmp_path, code)
     program = (
+        "import sys, signal\n"
         "from rlhpc.local import run_local\n"
         "from tests.jobs import plan_of, three_components\n"
-        "config = three_components()\n"
-        f"run_local(config, plan_of(config, {str(tmp_path)!r}), command={command!r})\n"
+        f"config = three_components()\n{prefix}\n"
+        f"sys.exit(run_local(config, plan_of(config, {str(tmp_path)!r}), command={command!r}))\n"
     )
-    launcher = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, process_group=0)
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, process_group=0, stdout=-1, text=True
+    )
     end = time.monotonic() + 20
-    while len(alive_pids(tmp_path)) < 5 and time.monotonic() < end:
+    while len(list(tmp_path.glob("ready_*"))) < 5 and time.monotonic() < end:
         time.sleep(0.05)
-    assert len(alive_pids(tmp_path)) == 5
-    launcher.send_signal(number)
-    launcher.wait(timeout=15)
+    assert len(alive_pids(tmp_path)) >= 5
+    return launcher
+
+
+READY = '(run / f"ready_{rank}").touch()\n'
+STUBBORN = """
+import signal
+def word(*_):
+    (run / "failure.json").write_text(json.dumps({"message": "signal SIGTERM"}))
+signal.signal(signal.SIGTERM, word)
+child = subprocess.Popen(["sleep", "100"])
+(run / f"pid_child_{rank}").write_text(str(child.pid))
+"""
+SLEEP = READY + "while True: time.sleep(1)"
+
+
+def await_no_rank(tmp_path: Path) -> None:
+    end = time.monotonic() + 3
     while alive_pids(tmp_path) and time.monotonic() < end:
         time.sleep(0.05)
     assert alive_pids(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [("SIGINT", "interrupted"), ("SIGTERM", "terminated"), ("SIGHUP", "terminated")],
+)
+def test_a_signal_to_the_launcher_ends_all_and_is_the_cause(
+    tmp_path: Path, name: str, word: str
+) -> None:
+    number = signal.Signals[name]
+    launcher = start_launcher(tmp_path, STUBBORN + SLEEP)
+    launcher.send_signal(number)
+    time.sleep(1)
+    launcher.send_signal(number)  # must not break off the end of the ranks
+    out, _ = launcher.communicate(timeout=15)
+    assert launcher.returncode == 128 + number
+    message = f"the launcher was {word} ({name})"
+    assert json.loads((tmp_path / "failure.json").read_text()) == {"message": message}
+    assert (message in out) == (name != "SIGHUP")
+    assert alive_pids(tmp_path) == []
+
+
+def test_an_earlier_cause_stays_when_the_launcher_is_terminated(tmp_path: Path) -> None:
+    code = '(run / "failure.json").write_text(json.dumps({"message": "boom"}))\n'
+    launcher = start_launcher(tmp_path, code + SLEEP)
+    launcher.terminate()
+    out, _ = launcher.communicate(timeout=15)
+    assert (launcher.returncode, "The run failed.\nboom" in out) == (143, True)
+    assert json.loads((tmp_path / "failure.json").read_text()) == {"message": "boom"}
+
+
+def test_a_launcher_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    prefix = "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    launcher = start_launcher(tmp_path, SLEEP, prefix=prefix)
+    launcher.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired, match="timed out"):
+        launcher.wait(timeout=1)
+    assert len(alive_pids(tmp_path)) == 5
+    launcher.terminate()
+    launcher.communicate(timeout=15)
+
+
+def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
+    launcher = start_launcher(tmp_path, SLEEP)
+    launcher.kill()
+    launcher.communicate(timeout=15)
+    await_no_rank(tmp_path)
+
+
+def test_the_callers_handlers_are_back_after_a_run_and_other_threads_need_none(
+    tmp_path: Path,
+) -> None:
+    config, plan, command = make_run(tmp_path, "")
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(n) for n in numbers]
+    assert run_local(config, plan, command=command) == 98
+    assert [signal.getsignal(n) for n in numbers] == before
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(run_local, config, plan, command=command).result() == 98
 
 
 def test_a_program_that_is_not_there_is_told(tmp_path: Path) -> None:

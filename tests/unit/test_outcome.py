@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from rlhpc.outcome import FileFollower, clear_outcome, failure_message, is_done
+from rlhpc.outcome import write_failure as write_first_cause
 
 
 def write_failure(run_dir: Path, rank: int, message: str, time_s: int) -> None:
@@ -20,6 +21,13 @@ def test_the_controllers_word_comes_first_then_the_earliest_rank(tmp_path: Path)
     assert failure_message(tmp_path, tmp_path / "logs") == "culprit"
     (tmp_path / "failure.json").write_text('{"message": "first cause"}')
     assert failure_message(tmp_path, tmp_path / "logs") == "first cause"
+
+
+def test_the_launchers_word_replaces_what_the_victims_said(tmp_path: Path) -> None:
+    (tmp_path / "failure.json").write_text('{"message": "signal SIGTERM"}')
+    write_first_cause(tmp_path, "the launcher was terminated (SIGTERM)")
+    assert failure_message(tmp_path, tmp_path) == "the launcher was terminated (SIGTERM)"
+    assert [p.name for p in tmp_path.iterdir()] == ["failure.json"]
 
 
 def test_half_a_file_is_shown_as_it_is(tmp_path: Path) -> None:
