@@ -44,7 +44,7 @@ def make_run_id(config: RunConfig) -> str:
 
 
 def make_run_folder(config: RunConfig, plan: RunPlan) -> None:
-    """Write everything but the job script into `plan.run_dir`, and point `latest` beside it to it.
+    """Write everything but the job script into `plan.run_dir`.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -56,16 +56,25 @@ def make_run_folder(config: RunConfig, plan: RunPlan) -> None:
         write_plan(plan, folder / "plan.json")
         _copy_code(config, folder / "code")
         _write_version(folder)
-        _point_latest(folder)
     except (OSError, SyntaxError) as e:
         raise ConfigError(f"run folder {folder} cannot be written: {e}; set run_root") from e
 
 
-def _point_latest(folder: Path) -> None:
-    """Replace `latest` in one step, so that two submits at once leave one of the two."""
+def point_latest(folder: Path) -> None:
+    """Let `latest` beside ``folder``, the run that starts, point to it.
+
+    In one step, so that two submits at once leave one of the two.
+
+    Raises:
+        ConfigError: the link cannot be written.
+    """
     fresh = folder.parent / f".latest-{folder.name}"
-    fresh.symlink_to(folder.name)
-    os.replace(fresh, folder.parent / "latest")
+    latest = folder.parent / "latest"
+    try:
+        fresh.symlink_to(folder.name)
+        os.replace(fresh, latest)
+    except OSError as e:
+        raise ConfigError(f"{latest} cannot be written: {e}; remove it or set run_root") from e
 
 
 def _copy_code(config: RunConfig, target: Path) -> None:

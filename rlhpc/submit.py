@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from rlhpc.config.check_packages import check_packages
 from rlhpc.config.checks import check_config, find_warnings, model_facts_or_none
 from rlhpc.config.load import absolute_paths, compose
 from rlhpc.config.schema import Launcher, RunConfig
@@ -20,7 +21,7 @@ from rlhpc.errors import ConfigError, PlanError, Problem, SubmitError, raise_pro
 from rlhpc.outcome import FileFollower, failure_message, is_done
 from rlhpc.plan import RunPlan, make_plan
 from rlhpc.plan_table import format_plan
-from rlhpc.run_folder import make_run_folder, make_run_id
+from rlhpc.run_folder import make_run_folder, make_run_id, point_latest
 
 _EPILOG = """examples:
   %(prog)s experiment=quickstart
@@ -96,6 +97,12 @@ def prepare(
         raise_problems(problems)
         raise AssertionError("an untyped config always has a problem")
     problems += check_config(config)
+    missing = list(check_packages(config))
+    if dry_run:  # perhaps on a laptop, for a cluster that has them
+        for problem in missing:
+            print(f"note: {problem}", file=sys.stderr)
+    else:
+        problems += missing
     if config.cluster.launcher is Launcher.slurm:
         problems += _check_scheduler(config, needed=not problems and not dry_run)
     raise_problems(problems)
@@ -148,6 +155,7 @@ def _start_local(config: RunConfig, plan: RunPlan, *, dry_run: bool) -> int:
     if dry_run:
         print(f"Dry run: nothing was started.  Run folder: {plan.run_dir}")
         return 0
+    point_latest(plan.path)
     print(f"run folder  {plan.run_dir}\nlogs        {plan.run_dir}/logs/latest/", flush=True)
     return 1 if run_local(config, plan) else 0
 
@@ -160,6 +168,7 @@ def _start_slurm(config: RunConfig, plan: RunPlan, arguments: argparse.Namespace
         print(f"Dry run: nothing was queued.  Look at {script}\nTo queue it: sbatch {script}")
         return 0
     job_id = submit_run(config, plan).job_id
+    point_latest(plan.path)
     print(
         f"job {job_id} is queued\n"
         f"  run folder  {plan.run_dir}\n"

@@ -24,13 +24,15 @@ CONFIG_JSON: dict[str, Any] = {
 
 
 def make_model_folder(folder: Path, **changes: Any) -> Path:
-    """What checks look at: config.json with ``changes``, empty weights and tokenizer, two rows."""
+    """What checks look at: config.json with ``changes``, empty weights and tokenizer, 128 rows."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {k: v for k, v in (CONFIG_JSON | changes).items() if v is not None}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").write_bytes(b"")
     (folder / "tokenizer.json").write_text("{}")
-    rows = [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "response": str(2 * i)} for i in range(2)]
+    rows = [
+        {"prompt": f"{i}+{i}=", "answer": str(2 * i), "response": str(2 * i)} for i in range(128)
+    ]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     for split in ("train", "val"):
         (folder / f"{split}.jsonl").write_text(text)

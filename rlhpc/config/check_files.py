@@ -8,15 +8,15 @@ from __future__ import annotations
 import ast
 import json
 import re
+import sys
 import tempfile
 from collections.abc import Iterator
-from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import find_spec
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 from rlhpc.config.check_run import stages_or_none
-from rlhpc.config.data_facts import file_list, first_row
+from rlhpc.config.data_facts import count_prompts, file_list, first_row
 from rlhpc.config.engines import RoleKind
 from rlhpc.config.model_facts import ARCHITECTURES, read_model_facts
 from rlhpc.config.schema import Device, Launcher, RunConfig
@@ -24,6 +24,7 @@ from rlhpc.errors import ConfigError, Problem
 
 _HUB_NAME = re.compile(r"(?!models/)[\w.-]+(/[\w.-]+)?")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_OWN_SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 
 
@@ -34,13 +35,7 @@ def check_files(config: RunConfig) -> Iterator[Problem]:
         yield from _check_tokenizer(config)
     if config.data.reasoning_gym is None:
         yield from _check_data_files(config)
-    elif find_spec("reasoning_gym") is None:
-        yield Problem(
-            "data.reasoning_gym",
-            "the package reasoning-gym is not installed",
-            "reasoning-gym in this environment",
-            "pip install 'rlhpc[tasks]'.",
-        )
+    yield from _check_batch(config)
     if any(r.kind is RoleKind.reward for r in config.roles.values()):
         yield from _check_function("reward.function", config.reward.function)
 
@@ -147,6 +142,22 @@ def _check_data_files(config: RunConfig) -> Iterator[Problem]:
                 yield from _check_columns(config, key, path, supervised=supervised)
 
 
+def _check_batch(config: RunConfig) -> Iterator[Problem]:
+    """A batch that the prompts can fill."""
+    try:
+        prompts = count_prompts(config.data)
+    except ConfigError:
+        return  # reported at the file
+    wanted = config.data.train_batch_size
+    if 0 < prompts < wanted:
+        yield Problem(
+            "data.train_batch_size",
+            f"train_batch_size={wanted}, but there are {prompts} training prompts",
+            f"at most {prompts}",
+            f"Set data.train_batch_size={prompts} or less, or give more prompts.",
+        )
+
+
 def _check_columns(
     config: RunConfig, key: str, path: Path, *, supervised: bool
 ) -> Iterator[Problem]:
@@ -188,7 +199,9 @@ def find_module(name: str) -> ModuleSpec | None:
     path = None
     spec = None
     for i in range(1, name.count(".") + 2):
-        spec = PathFinder.find_spec(".".join(name.split(".")[:i]), path)
+        part = ".".join(name.split(".")[:i])
+        found = (finder.find_spec(part, path) for finder in sys.meta_path)
+        spec = next((s for s in found if s is not None), None)
         if spec is None:
             return None
         path = spec.submodule_search_locations
@@ -215,21 +228,29 @@ def _check_function(key: str, dotted: str) -> Iterator[Problem]:
     except (OSError, SyntaxError) as e:
         yield Problem(key, f"{spec.origin} cannot be read: {e}", expected, "Repair the module.")
         return
-    if name not in names:
+    if names is not None and name not in names:
         public = ", ".join(sorted(n for n in names if not n.startswith("_"))) or "nothing"
         yield Problem(key, f"module {module} has no {name!r}", f"one of {public}", f"Fix {key}.")
 
 
-def _top_level_names(path: Path) -> set[str]:
+def _top_level_names(path: Path) -> set[str] | None:
+    """Names that the module binds, also under if, try and with; None where only running it tells.
+
+    That is so with `from x import *` and with a `__getattr__` of the module.
+    """
     names: set[str] = set()
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names.update(a.asname or a.name.split(".")[0] for a in node.names)
-        elif isinstance(node, ast.Assign):
-            names.update(t.id for t in node.targets if isinstance(t, ast.Name))
-    return names
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif not isinstance(node, _OWN_SCOPES):
+            waiting += ast.iter_child_nodes(node)
+    return None if names & {"*", "__getattr__"} else names
 
 
 def is_node_local(path: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 
@@ -11,7 +12,7 @@ from rlhpc.config.schema import ComponentConfig, Device, RoleConfig, RunConfig
 from rlhpc.config.typed import nearest, one_of
 from rlhpc.errors import ConfigError, Problem
 
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 _TIME = re.compile(r"(\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2}|UNLIMITED|INFINITE)", re.IGNORECASE)
 _MEMORY = re.compile(r"\d+[KMGT]?", re.IGNORECASE)
 _AXES = ("tp", "pp", "cp", "ep", "vpp")
@@ -30,7 +31,10 @@ def check_components(config: RunConfig) -> Iterator[Problem]:
         key = f"components.{name}"
         if not _NAME.fullmatch(name):
             yield Problem(
-                key, f"name {name!r}", "letters, digits, - and _", "Rename the component."
+                key,
+                f"name {name!r}",
+                "letters, digits, - and _, at most 64",
+                "Rename the component.",
             )
         yield from _check_component(key, component)
         yield from _check_slots_used(config, name, component)
@@ -121,7 +125,9 @@ def check_roles(config: RunConfig) -> Iterator[Problem]:
     for name, role in config.roles.items():
         key = f"roles.{name}"
         if not _NAME.fullmatch(name):
-            yield Problem(key, f"name {name!r}", "letters, digits, - and _", "Rename the role.")
+            yield Problem(
+                key, f"name {name!r}", "letters, digits, - and _, at most 64", "Rename the role."
+            )
         if role.kind in seen:
             yield Problem(
                 f"{key}.kind",
@@ -246,10 +252,10 @@ def _check_optim(key: str, role: RoleConfig) -> Iterator[Problem]:
         return
     o = role.optim
     rules = (
-        ("lr", o.lr > 0, "above 0"),
-        ("weight_decay", o.weight_decay >= 0, "at least 0"),
+        ("lr", 0 < o.lr < math.inf, "above 0"),
+        ("weight_decay", 0 <= o.weight_decay < math.inf, "at least 0"),
         ("betas", all(0 <= b < 1 for b in o.betas), "two numbers in [0, 1)"),
-        ("eps", o.eps > 0, "above 0"),
+        ("eps", 0 < o.eps < math.inf, "above 0"),
         ("clip_grad", o.clip_grad >= 0, "at least 0; 0 turns clipping off"),
         ("lr_warmup_steps", o.lr_warmup_steps >= 0, "at least 0"),
         ("min_lr_ratio", 0 <= o.min_lr_ratio <= 1, "in [0, 1]"),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,31 @@ from rlhpc.config.check_layout import check_time
 from rlhpc.config.data_facts import file_list
 from rlhpc.config.engines import MIN_TEMPERATURE, RoleKind
 from rlhpc.config.placement import role_dp
-from rlhpc.config.schema import Launcher, RoleConfig, RunConfig
+from rlhpc.config.schema import Device, Launcher, RoleConfig, RunConfig
 from rlhpc.config.typed import nearest, one_of
 from rlhpc.dataflow import CONTROLLER, Stage, check_stages, make_stages
 from rlhpc.errors import ConfigError, Problem
 
+MAX_TEMPERATURE = 100.0
+"""Above it every token is as good as any other."""
+
 LOGGERS = ("console", "file", "tensorboard", "wandb")
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_OWNED = ("SLURM_", "SLURMD_", "RLHPC_")
+"""Variables by which ranks know who they are."""
+
+LONGEST_WAIT_S = 1e7
+"""Above it the time-outs of torch and of sockets overflow."""
+
+_WAIT = f"above 0 and at most {LONGEST_WAIT_S:.0f} seconds"
 
 Rule = tuple[str, bool, str]
 """(field, is good, what is expected)."""
 
 
-def _apply(section: str, values: Any, rules: Iterable[Rule]) -> Iterator[Problem]:
+def apply_rules(section: str, values: Any, rules: Iterable[Rule]) -> Iterator[Problem]:
+    """A problem for each of ``rules`` that the fields of ``values`` at key ``section`` break."""
     for field, good, expected in rules:
         if not good:
             key = f"{section}.{field}"
@@ -45,7 +59,7 @@ def check_algorithm(config: RunConfig) -> Iterator[Problem]:
     """Stage list against roles, batch sizes against dp, and the ranges of the maths."""
     a = config.algorithm
     yield from _check_stage_list(config)
-    yield from _apply(
+    yield from apply_rules(
         "algorithm",
         a,
         (
@@ -53,19 +67,19 @@ def check_algorithm(config: RunConfig) -> Iterator[Problem]:
             ("clip_ratio_low", 0 < a.clip_ratio_low < 1, "in (0, 1)"),
             ("clip_ratio_high", a.clip_ratio_high > 0, "above 0"),
             ("clip_ratio_c", a.clip_ratio_c > 1, "above 1"),
-            ("kl_loss_coef", a.kl_loss_coef >= 0, "at least 0"),
-            ("entropy_coeff", a.entropy_coeff >= 0, "at least 0"),
+            ("kl_loss_coef", 0 <= a.kl_loss_coef < math.inf, "at least 0"),
+            ("entropy_coeff", 0 <= a.entropy_coeff < math.inf, "at least 0"),
         ),
     )
-    yield from _apply(
+    yield from apply_rules(
         "sampling",
         config.sampling,
         (
             (
                 "temperature",
-                config.sampling.temperature >= MIN_TEMPERATURE,
-                f"at least {MIN_TEMPERATURE}, below which vLLM samples otherwise; "
-                "evaluation is greedy anyway",
+                MIN_TEMPERATURE <= config.sampling.temperature <= MAX_TEMPERATURE,
+                f"at least {MIN_TEMPERATURE}, below which vLLM samples otherwise, and at most "
+                f"{MAX_TEMPERATURE}; evaluation is greedy anyway",
             ),
         ),
     )
@@ -146,7 +160,7 @@ def _check_batch_sizes(config: RunConfig) -> Iterator[Problem]:
             continue
         try:
             dp = role_dp(config, found[1])
-        except (ConfigError, ZeroDivisionError):
+        except ConfigError:
             continue  # reported at the role
         if rows < dp:
             yield Problem(
@@ -178,7 +192,7 @@ def check_data(config: RunConfig) -> Iterator[Problem]:
     if d.reasoning_gym is not None and d.reasoning_gym.train_size < 1:
         yield Problem("data.reasoning_gym.train_size", "no problems", "at least 1", "Raise it.")
     limit = d.val_max_prompts
-    yield from _apply(
+    yield from apply_rules(
         "data",
         d,
         (
@@ -200,7 +214,7 @@ def check_trainer(config: RunConfig) -> Iterator[Problem]:
     """Course of the run, loggers and names."""
     t = config.trainer
     steps = t.total_training_steps
-    yield from _apply(
+    yield from apply_rules(
         "trainer",
         t,
         (
@@ -211,8 +225,8 @@ def check_trainer(config: RunConfig) -> Iterator[Problem]:
             ("sync_tolerance", t.sync_tolerance > 0, "above 0"),
             (
                 "experiment_name",
-                re.fullmatch(r"[A-Za-z0-9][\w.-]*", t.experiment_name) is not None,
-                "letters, digits, and . _ - (it names folders and the job)",
+                re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", t.experiment_name) is not None,
+                "at most 100 letters, digits, and . _ - (it names folders and the job)",
             ),
         ),
     )
@@ -235,15 +249,19 @@ def check_trainer(config: RunConfig) -> Iterator[Problem]:
 
 
 def check_machine(config: RunConfig) -> Iterator[Problem]:
-    """Time limit, time-outs, network interface."""
+    """Seed, time limit, time-outs, devices, variables, network interface."""
     c = config.cluster
+    if not 0 <= config.seed < 2**32:
+        yield Problem("seed", f"seed={config.seed}", "in [0, 2**32)", "Change seed.")
+    if c.launcher is Launcher.local:
+        yield from _check_local(config)
     yield from check_time("cluster.time", c.time)
-    yield from _apply(
+    yield from apply_rules(
         "cluster",
         c,
         (
-            ("connect_timeout_s", c.connect_timeout_s > 0, "above 0"),
-            ("collective_timeout_s", c.collective_timeout_s > 0, "above 0"),
+            ("connect_timeout_s", 0 < c.connect_timeout_s <= LONGEST_WAIT_S, _WAIT),
+            ("collective_timeout_s", 0 < c.collective_timeout_s <= LONGEST_WAIT_S, _WAIT),
         ),
     )
     interfaces = Path("/sys/class/net")
@@ -260,3 +278,37 @@ def check_machine(config: RunConfig) -> Iterator[Problem]:
             f"one of {names}, or null",
             "Change cluster.network_interface.",
         )
+
+
+def _check_local(config: RunConfig) -> Iterator[Problem]:
+    """What this machine must have; for Slurm, its script and its nodes are checked instead."""
+    devices = [p for pattern in ("nvidia*", "dxg") for p in Path("/dev").glob(pattern)]
+    if config.cluster.device is Device.cuda and not devices:
+        yield Problem(
+            "cluster.device",
+            "cuda, but this machine has no NVIDIA GPU (no /dev/nvidia*)",
+            "cpu here, or a machine with a GPU",
+            "Set cluster.device=cpu, or run on a cluster with cluster=slurm.",
+        )
+    yield from check_variables("cluster", config.cluster.environment)
+    for name, component in config.components.items():
+        yield from check_variables(f"components.{name}", component.environment)
+
+
+def check_variables(key: str, variables: Mapping[str, str]) -> Iterator[Problem]:
+    """Names that a shell cannot export, and those that the launcher sets."""
+    for name in variables:
+        if not _VARIABLE.fullmatch(name):
+            yield Problem(
+                f"{key}.environment",
+                f"{name!r} is no variable name",
+                "letters, digits and underscores, not starting with a digit",
+                "Rename it",
+            )
+        elif name.startswith(_OWNED):
+            yield Problem(
+                f"{key}.environment",
+                f"{name} is set by the launcher, and ranks find each other by it",
+                f"no variable that starts with {', '.join(_OWNED)}",
+                f"Remove it with ~{key}.environment.{name}",
+            )

@@ -12,6 +12,7 @@ from pathlib import Path
 from rlhpc.config.check_files import check_files, check_run_root, is_node_local
 from rlhpc.config.check_layout import check_components, check_roles, check_sharing
 from rlhpc.config.check_model import check_lengths, check_memory, check_model_sizes
+from rlhpc.config.check_options import check_options
 from rlhpc.config.check_run import check_algorithm, check_data, check_machine, check_trainer
 from rlhpc.config.model_facts import ModelFacts, read_model_facts
 from rlhpc.config.placement import role_slots
@@ -21,6 +22,7 @@ from rlhpc.errors import ConfigError, Problem
 _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     check_components,
     check_roles,
+    check_options,
     check_sharing,
     check_algorithm,
     check_data,

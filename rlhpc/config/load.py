@@ -197,12 +197,41 @@ def _compose_plain(overrides: Sequence[str], config_dir: Path | None) -> Any:
     try:
         with initialize_config_dir(str(folders[0]), version_base=None):
             composed = hydra_compose(PRIMARY, overrides=arguments)
-        return OmegaConf.to_container(composed, resolve=True)
+        plain = OmegaConf.to_container(composed, resolve=True)
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as e:
+        raise ConfigError(_unreadable(e, folders)) from e
     except (HydraException, OmegaConfBaseException) as e:
         raise ConfigError(
             f"the overrides cannot be composed: {' '.join(str(e).split())}; "
             "write key=value, and quote values with special characters: 'key=\"a value\"'"
         ) from e
+
+    _check_header(plain, overrides, folders)
+    return plain
+
+
+def _unreadable(error: Exception, folders: Sequence[Path]) -> str:
+    """What is wrong with a config file, in one line, and where."""
+    where = f"under {folders[-1]}"
+    mark = getattr(error, "problem_mark", None)
+    if mark is not None:
+        where = f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}"
+    what = getattr(error, "problem", None) or str(error)
+    return f"config file {where}: {what}; expected YAML (UTF-8, readable); correct that file"
+
+
+def _check_header(plain: Any, overrides: Sequence[str], folders: Sequence[Path]) -> None:
+    """Without its first line an experiment only sets keys below `experiment`, which is no key."""
+    if not isinstance(plain.get("experiment"), Mapping):
+        return
+    files = [p for folder in folders for p in sorted((folder / "experiment").glob("*.yaml"))]
+    bare = [p for p in files if "@package" not in p.read_text(encoding="utf-8").partition("\n")[0]]
+    named = [p for p in bare if f"experiment={p.stem}" in (o.lstrip("+") for o in overrides)]
+    if bare:
+        raise ConfigError(
+            f"experiment file {(named or bare)[0]} sets keys below `experiment`; expected keys "
+            "of the run; add `# @package _global_` as the first line of that file"
+        )
 
 
 def _own_config_dir(own: Path, builtin: Path) -> Path:

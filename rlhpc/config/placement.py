@@ -66,6 +66,8 @@ def role_dp(config: RunConfig, role: RoleConfig) -> int:
     """
     ranks = role_num_ranks(config, role)
     model_parallel = role.tp * role.pp * role.cp
+    if min(role.tp, role.pp, role.cp) < 1:
+        raise ConfigError(f"tp={role.tp} pp={role.pp} cp={role.cp}; each must be at least 1")
     dp = role.dp if role.dp is not None else max(1, ranks // model_parallel)
     if dp * model_parallel != ranks:
         raise ConfigError(

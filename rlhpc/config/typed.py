@@ -2,7 +2,7 @@
 
 OmegaConf's own structured merge stops at the first error and names no near match, so types are
 checked here.
-This module knows no key of the schema.
+This module knows no key of the schema but the synonyms that it hints at.
 """
 
 from __future__ import annotations
@@ -17,6 +17,18 @@ from functools import cache
 from typing import Any
 
 from rlhpc.errors import Problem
+
+_SYNONYMS = {
+    "learning_rate": "lr",
+    "n": "group_size",
+    "num_generations": "group_size",
+    "tensor_model_parallel_size": "tp",
+    "tensor_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "pipeline_parallel_size": "pp",
+    "data_parallel_size": "dp",
+}
+"""What other frameworks call a key -> its name here; for hints only."""
 
 
 class _Bad:
@@ -123,7 +135,8 @@ def _missing(tp: Any, key: str, problems: list[Problem]) -> Any:
 
 
 def _unknown(name: str, names: list[str], prefix: str) -> Problem:
-    near = nearest(name, names)
+    synonym = _SYNONYMS.get(name)
+    near = synonym if synonym in names else nearest(name, names)
     remedy = f"Did you mean {prefix}{near}?" if near else f"Remove {prefix}{name}."
     return Problem(prefix + name, "unknown key", f"one of {', '.join(names)}", remedy)
 

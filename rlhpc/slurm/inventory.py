@@ -88,7 +88,11 @@ def _query(command: list[str]) -> str:
     except subprocess.TimeoutExpired:
         raise SubmitError(f"{command[0]} did not answer in 60 s; try again later") from None
     if result.returncode:
-        raise SubmitError(f"{' '.join(command)} failed:\n{result.stderr.strip()}")
+        raise SubmitError(
+            f"{' '.join(command)} failed:\n{result.stderr.strip()}\n"
+            "Is this a login node, and does its Slurm run?  For the throw-away Slurm: "
+            './launch/devcluster start; eval "$(./launch/devcluster env)"'
+        )
     return result.stdout
 
 

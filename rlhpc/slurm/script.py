@@ -6,7 +6,6 @@ later component some of the first one's values (time, memory) and defaults for t
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
 from importlib import resources
@@ -15,6 +14,7 @@ from typing import Any
 
 import jinja2
 
+from rlhpc.config.check_run import check_variables
 from rlhpc.config.schema import RunConfig
 from rlhpc.errors import PlanError, Problem, raise_problems
 from rlhpc.plan import ComponentPlan, RunPlan
@@ -29,7 +29,6 @@ _REFUSED = {
     "wrap": "the job script is the command",
     "output": "logs are in the run folder; set run_root",
 }
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
 def render_job_script(config: RunConfig, plan: RunPlan, *, command: list[str]) -> str:
@@ -110,12 +109,14 @@ def check_script(config: RunConfig, plan: RunPlan) -> list[Problem]:
     for component in plan.components:
         problems += _check_sbatch(config, component.name)
         problems += _check_values(config, plan, component)
-    problems += _check_variables("cluster", config.cluster.environment)
+    problems += check_variables("cluster", config.cluster.environment)
     return problems + _check_memory(config, plan)
 
 
 def _check_memory(config: RunConfig, plan: RunPlan) -> list[Problem]:
     """Slurm carries the first component's --mem over to those that say nothing."""
+    if not plan.components:
+        return []  # reported by the checks of the config
     first = plan.components[0].name
     mem = config.components[first].mem
     later = [c.name for c in plan.components[1:] if not config.components[c.name].mem]
@@ -156,7 +157,7 @@ def _check_sbatch(config: RunConfig, name: str) -> list[Problem]:
 def _check_values(config: RunConfig, plan: RunPlan, component: ComponentPlan) -> list[Problem]:
     """Values that cannot stand in an #SBATCH line, and names that cannot be a variable's."""
     key = f"components.{component.name}"
-    problems = _check_variables(key, config.components[component.name].environment)
+    problems = list(check_variables(key, config.components[component.name].environment))
     for word in option_words(component_options(config, plan, component)):
         if "\n" in word or _DIRECTIVE in word:
             problems.append(
@@ -168,20 +169,6 @@ def _check_values(config: RunConfig, plan: RunPlan, component: ComponentPlan) ->
                 )
             )
     return problems
-
-
-def _check_variables(key: str, variables: dict[str, str]) -> list[Problem]:
-    """Names that the shell cannot export."""
-    return [
-        Problem(
-            key=f"{key}.environment",
-            what=f"{name!r} is no variable name",
-            expected="letters, digits and underscores, not starting with a digit",
-            remedy="Rename it",
-        )
-        for name in variables
-        if not _VARIABLE.match(name)
-    ]
 
 
 def _component_values(config: RunConfig, plan: RunPlan, component: ComponentPlan) -> dict[str, Any]:

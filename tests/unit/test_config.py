@@ -34,6 +34,9 @@ REFUSALS = {
     "seeed=1": r"seeed: unknown key; expected one of .* Did you mean seed\?",
     "data.train_batchsize=2": r"unknown key.* Did you mean data\.train_batch_size\?",
     "components.train.node=2": r"unknown key.* Did you mean components\.train\.nodes\?",
+    "roles.actor.optim.learning_rate=1": r"unknown key.* mean roles\.actor\.optim\.lr\?",
+    "roles.actor.tensor_model_parallel_size=2": r"unknown key.* Did you mean roles\.actor\.tp\?",
+    "algorithm.n=2": r"unknown key.* Did you mean algorithm\.group_size\?",
     "roles.actor.optim.learn=1": r"roles\.actor\.optim\.learn: unknown key; expected one of lr, ",
     "roles.actor.options.recompte=full": r"options\.recompte: unknown.*options\.recompute\?",
     "roles.actor.options.recompute=ful": r"'ful' is not offered.* none, selective, full\. Did you",
@@ -118,6 +121,26 @@ def test_an_own_config_with_a_built_in_name_is_refused(tmp_path: Path) -> None:
         load_config([], config_dir=tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "# @package _global_\nseed: 3\n  x: [1\n",
+            r"mine\.yaml, line 3, column 4: mapping values",
+        ),
+        ("# @package _global_\nseed: [1\n", r"mine\.yaml, line 3, column 1: expected ',' or ']'"),
+        ("seed: 3\n", r"mine\.yaml sets keys below.* add `# @package _global_` as the first line"),
+        ("defaults: [quickstart, _self_]\n", r"mine\.yaml sets keys .* `# @package _global_` as"),
+    ],
+)
+def test_a_broken_experiment_file_is_named(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        compose(["experiment=mine"], config_dir=tmp_path)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_config_dir_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--config-dir .*/nowhere is not a folder"):
         load_config([], config_dir=tmp_path / "nowhere")
@@ -170,7 +193,8 @@ def test_a_broken_config_file_is_named(tmp_path: Path) -> None:
 
 
 def test_an_edited_config_file_may_write_numbers_in_short(tmp_path: Path) -> None:
-    save_config(quickstart_config(make_model_folder(tmp_path)), tmp_path / "config.yaml")
+    config = quickstart_config(make_model_folder(tmp_path), ["roles.actor.optim.lr=3e-4"])
+    save_config(config, tmp_path / "config.yaml")
     text = (tmp_path / "config.yaml").read_text().replace("lr: 0.0003", "lr: 3e-4")
     (tmp_path / "config.yaml").write_text(text)
     optim = read_config(tmp_path / "config.yaml").roles["actor"].optim

@@ -144,9 +144,8 @@ def test_a_slot_named_twice_is_refused() -> None:
 def test_steps_follow_from_epochs_and_prompts(tmp_path: Path) -> None:
     folder = make_model_folder(tmp_path)
     (folder / "train.jsonl").write_text('{"prompt": "a", "answer": "b"}\n\n' * 70)
-    config = quickstart_config(
-        folder, ["trainer.total_training_steps=null", "trainer.total_epochs=3"]
-    )
+    words = ["trainer.total_training_steps=null", "trainer.total_epochs=3"]
+    config = quickstart_config(folder, [*words, "data.train_batch_size=32"])
     assert compute_total_steps(config) == 3 * (70 // 32)
     config.trainer.total_training_steps = 5
     assert compute_total_steps(config) == 5
@@ -157,15 +156,17 @@ def test_parquet_rows_are_counted_from_the_footer(tmp_path: Path) -> None:
     pq = pytest.importorskip("pyarrow.parquet")
     folder = make_model_folder(tmp_path)
     pq.write_table(pa.table({"prompt": ["x"] * 65}), folder / "a.parquet")
-    config = quickstart_config(
-        folder, ["trainer.total_training_steps=null", f"data.train_files={folder}/a.parquet"]
-    )
+    words = ["trainer.total_training_steps=null", f"data.train_files={folder}/a.parquet"]
+    config = quickstart_config(folder, [*words, "data.train_batch_size=32"])
     assert compute_total_steps(config) == 2
 
 
 def test_fewer_prompts_than_a_batch_are_refused(tmp_path: Path) -> None:
-    config = quickstart_config(make_model_folder(tmp_path), ["trainer.total_training_steps=null"])
-    with pytest.raises(ConfigError, match=r"train_batch_size=32 with 2 prompts .* gives no step"):
+    words = ["trainer.total_training_steps=null", "data.train_batch_size=129"]
+    config = quickstart_config(make_model_folder(tmp_path), words)
+    with pytest.raises(
+        ConfigError, match=r"train_batch_size=129 with 128 prompts .* gives no step"
+    ):
         compute_total_steps(config)
 
 
