@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 
@@ -15,6 +14,8 @@ from rlhpc.errors import ConfigError, Problem
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 _TIME = re.compile(r"(\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2}|UNLIMITED|INFINITE)", re.IGNORECASE)
 _MEMORY = re.compile(r"\d+[KMGT]?", re.IGNORECASE)
+MOST = 1e6
+"""Far above any sensible rate or weight, and far from what overflows in fp32."""
 _AXES = ("tp", "pp", "cp", "ep", "vpp")
 
 
@@ -252,10 +253,10 @@ def _check_optim(key: str, role: RoleConfig) -> Iterator[Problem]:
         return
     o = role.optim
     rules = (
-        ("lr", 0 < o.lr < math.inf, "above 0"),
-        ("weight_decay", 0 <= o.weight_decay < math.inf, "at least 0"),
+        ("lr", 0 < o.lr <= MOST, f"above 0 and at most {MOST:.0f}"),
+        ("weight_decay", 0 <= o.weight_decay <= MOST, f"in [0, {MOST:.0f}]"),
         ("betas", all(0 <= b < 1 for b in o.betas), "two numbers in [0, 1)"),
-        ("eps", 0 < o.eps < math.inf, "above 0"),
+        ("eps", 0 < o.eps <= MOST, f"above 0 and at most {MOST:.0f}"),
         ("clip_grad", o.clip_grad >= 0, "at least 0; 0 turns clipping off"),
         ("lr_warmup_steps", o.lr_warmup_steps >= 0, "at least 0"),
         ("min_lr_ratio", 0 <= o.min_lr_ratio <= 1, "in [0, 1]"),

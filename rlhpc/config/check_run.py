@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhpc.config.check_layout import check_time
+from rlhpc.config.check_layout import MOST, check_time
 from rlhpc.config.data_facts import file_list
 from rlhpc.config.engines import MIN_TEMPERATURE, RoleKind
 from rlhpc.config.placement import role_dp
@@ -67,8 +66,8 @@ def check_algorithm(config: RunConfig) -> Iterator[Problem]:
             ("clip_ratio_low", 0 < a.clip_ratio_low < 1, "in (0, 1)"),
             ("clip_ratio_high", a.clip_ratio_high > 0, "above 0"),
             ("clip_ratio_c", a.clip_ratio_c > 1, "above 1"),
-            ("kl_loss_coef", 0 <= a.kl_loss_coef < math.inf, "at least 0"),
-            ("entropy_coeff", 0 <= a.entropy_coeff < math.inf, "at least 0"),
+            ("kl_loss_coef", 0 <= a.kl_loss_coef <= MOST, f"in [0, {MOST:.0f}]"),
+            ("entropy_coeff", 0 <= a.entropy_coeff <= MOST, f"in [0, {MOST:.0f}]"),
         ),
     )
     yield from apply_rules(

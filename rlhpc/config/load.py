@@ -123,9 +123,9 @@ def absolute_paths(config: RunConfig, base: Path) -> RunConfig:
 
 def file_list(value: Any) -> list[str]:
     """The paths of `data.train_files` or `data.val_files`: one path, a list or null."""
-    if value is None or value == "":
+    if not value and value != 0:
         return []
-    return [value] if isinstance(value, str) else [str(v) for v in value]
+    return [str(v) for v in value] if isinstance(value, list | tuple) else [str(value)]
 
 
 def find_secrets(plain: Any, key: str = "") -> list[Problem]:

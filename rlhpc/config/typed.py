@@ -114,9 +114,11 @@ def _build_dataclass(cls: type, value: Any, key: str, problems: list[Problem]) -
             problems.append(_unknown(str(name), names, prefix))
     made = {}
     for f in dataclasses.fields(cls):
-        if f.name in value and value[f.name] != "???":
-            made[f.name] = build(_hints(cls)[f.name], value[f.name], prefix + f.name, problems)
-        elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        given = value.get(f.name, "???")
+        if given != "???" and not (required and given == ""):
+            made[f.name] = build(_hints(cls)[f.name], given, prefix + f.name, problems)
+        elif required:
             made[f.name] = _missing(_hints(cls)[f.name], prefix + f.name, problems)
     return BAD if any(v is BAD for v in made.values()) else cls(**made)
 

@@ -177,6 +177,11 @@ REFUSALS: dict[str, tuple[list[str], str]] = {
     ),
     "seed": (["seed=-1"], r"^seed: seed=-1; expected in \[0, 2\*\*32\)"),
     "heat": (["sampling.temperature=1e9"], r"^sampling\.temperature: .*at most 100\.0"),
+    "huge weight": (
+        ["algorithm.kl_loss_coef=1e300"],
+        r"^algorithm\.kl_loss_coef: .*in \[0, 1000000\]",
+    ),
+    "files that are none": (["data.train_files=3"], r"^data\.train_files: file '3' does not exist"),
     "infinite rate": (["roles.actor.optim.lr=inf"], r"^roles\.actor\.optim\.lr: lr=inf; expected"),
     "long name": (
         [f"trainer.experiment_name={'x' * 101}"],

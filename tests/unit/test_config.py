@@ -50,6 +50,7 @@ REFUSALS = {
     "cluster=3": r"cluster=3 is not there; expected one of devcluster, local, slurm",
     "roles.rollout.engine=vlm": r"engine 'vlm' is not known; .* Did you mean vllm\?",
     "roles.rollout.engine=no.such.THING": r"engine 'no\.such\.THING' cannot be imported",
+    "roles.actor.component=''": r"roles\.actor\.component: no value is given; expected a string",
     "roles.new.kind=rollout": r"roles\.new\.component: no value is given; expected a string",
     "experiment=quickstat": r"quickstat is not there; .* mean experiment=quickstart\?",
     "trainer.project_name=a=b(": r"cannot be composed: .*quote values with special characters",
@@ -214,7 +215,7 @@ def test_paths_become_absolute() -> None:
 text = st.text(st.characters(codec="utf-8", exclude_categories=["C"]), max_size=12)
 configs = st.builds(
     RunConfig,
-    model=st.builds(ModelConfig, path=text, tokenizer_path=st.none() | text),
+    model=st.builds(ModelConfig, path=text.filter(bool), tokenizer_path=st.none() | text),
     components=st.dictionaries(
         st.sampled_from(["a", "b-1", "on"]),
         st.builds(
