@@ -36,7 +36,8 @@ LAYERS: list[str] = [
     "algorithms",
     "comm training rollout metrics",
     "roles lanes",
-    "controller rank",
+    "controller",
+    "rank",
     "worker",
 ]
 TORCH_LINE = LAYERS.index("data weights rewards trackers")
