@@ -37,6 +37,8 @@ ROLE_LINES = (
             ("response_length/max", "longest", ".0f"),
             ("response_length/clip_ratio", "truncated", ".1%"),
             ("training/rollout_logprobs_diff_mean", "logprob diff", ".1e"),
+            ("sync/received_gib", "synced GiB", ".3f"),
+            ("sync/received_over_shard", "of least", ".2f"),
         ),
     ),
     RoleLine(

@@ -215,29 +215,42 @@ def exchange_rows(
         if peer != rank and rows
     }
     num_rounds = max(map(len, (*outgoing.values(), *incoming.values())), default=0)
-    num_bytes = 0
     with _on(bridge.device):
-        for number in range(num_rounds):
-            sends = [
-                (peer, pack_columns(store.batch(cut[number].row_ids, columns), columns))
-                for peer, cut in outgoing.items()
-                if number < len(cut)
-            ]
-            receives = [
-                (peer, cut[number], _empty_bytes(cut[number].nbytes(columns), bridge.device))
-                for peer, cut in incoming.items()
-                if number < len(cut)
-            ]
-            _post(
+        return sum(
+            _exchange_round(
                 bridge,
-                sends=[(peer, data.to(bridge.device)) for peer, data in sends],
-                receives=[(peer, data) for peer, _, data in receives],
+                send={peer: cut[k].row_ids for peer, cut in outgoing.items() if k < len(cut)},
+                receive={peer: cut[k] for peer, cut in incoming.items() if k < len(cut)},
+                columns=columns,
+                store=store,
             )
-            for _, rows, data in receives:
-                columns_in = unpack_columns(data.cpu(), rows.lengths, columns)
-                store.put_batch(Batch(rows.row_ids, rows.lengths, columns_in), columns)
-                num_bytes += data.numel()
-    return num_bytes
+            for k in range(num_rounds)
+        )
+
+
+def _exchange_round(
+    bridge: Bridge,
+    *,
+    send: Mapping[int, Sequence[int]],
+    receive: Mapping[int, _Rows],
+    columns: Sequence[str],
+    store: ColumnStore,
+) -> int:
+    """One message a pair; bytes received."""
+    device = bridge.device
+    packed = {
+        peer: pack_columns(store.batch(rows, columns), columns) for peer, rows in send.items()
+    }
+    buffers = {peer: _empty_bytes(rows.nbytes(columns), device) for peer, rows in receive.items()}
+    _post(
+        bridge,
+        sends=[(peer, data.to(device)) for peer, data in packed.items()],
+        receives=buffers.items(),
+    )
+    for peer, rows in receive.items():
+        columns_in = unpack_columns(buffers[peer].cpu(), rows.lengths, columns)
+        store.put_batch(Batch(rows.row_ids, rows.lengths, columns_in), columns)
+    return sum(data.numel() for data in buffers.values())
 
 
 def _empty_bytes(count: int, device: torch.device) -> Tensor:
