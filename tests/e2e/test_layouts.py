@@ -47,6 +47,7 @@ def first_step(model, tmp_path, *words):
     return run.steps[0]
 
 
+@pytest.mark.slow
 def test_the_first_step_does_not_depend_on_the_actors_layout(model, tmp_path):
     steps = {name: first_step(model, tmp_path / name, *words) for name, words in LAYOUTS.items()}
     for name in LAYOUTS:
