@@ -11,6 +11,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.e2e.runs import Run, submit
 
@@ -76,12 +78,13 @@ def het_run(slurm, smollm2, problems, tmp_path_factory) -> tuple[Run, list[str]]
                 return
 
     more = ["cluster=devcluster", "--wait", "trainer.total_training_steps=2"]
+    more.append("trainer.export=true")
     root = tmp_path_factory.mktemp("het")
     run = submit(*words(smollm2, problems, *more), run_root=root, during=watch, timeout_s=1500)
     return run, seen
 
 
-def test_three_components_train_the_real_model(het_run):
+def test_three_components_train_the_real_model(het_run, smollm2):
     run, seen = het_run
     assert run.code == 0, run.output
     job = re.search(r"job (\d+) is queued", run.output)
@@ -94,6 +97,9 @@ def test_three_components_train_the_real_model(het_run):
         assert step["sync/received_over_shard"] == 1.0
         assert step["training/rollout_logprobs_diff_mean"] < 1e-4
         assert step["critic/zero_variance_groups"] <= 2
+    before, after = (load_file(d / "model.safetensors") for d in (smollm2, run.run_dir / "export"))
+    assert before.keys() == after.keys()
+    assert all(not torch.equal(after[name], before[name]) for name in before)
     version = json.loads((run.run_dir / "version.json").read_text())
     assert version["rlhpc"]
 
