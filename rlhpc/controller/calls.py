@@ -89,7 +89,12 @@ class Calls:
 
     def poll(self, timeout_s: float) -> None:
         """Take in what the ranks say.  Raises RunFailedError that names the first cause."""
-        for rank, message in self._server.poll(timeout_s):
+        messages = self._server.poll(timeout_s)
+        failures = [(r, m) for r, m in messages if isinstance(m, Failure | Lost)]
+        if failures:
+            self.failure = self._first_cause(failures)
+            raise RunFailedError(describe_failure(self.failure))
+        for rank, message in messages:
             match message:
                 case Reply():
                     call = self._open[message.number]
@@ -104,9 +109,6 @@ class Calls:
                         call.on_event(message)
                 case Goodbye():
                     self._goodbyes.add(rank)
-                case Failure() | Lost():
-                    self.failure = self._first_cause(rank, message)
-                    raise RunFailedError(describe_failure(self.failure))
 
     def wait(self, *calls: Call) -> None:
         """Poll until ``calls`` are done."""
@@ -131,9 +133,9 @@ class Calls:
                 )
             self.poll(0.2)
 
-    def _first_cause(self, rank: int, message: Failure | Lost) -> Failure:
+    def _first_cause(self, failures: list[tuple[int, Failure | Lost]]) -> Failure:
         """Hear others for a moment, then name the one that is not another's victim."""
-        seen = [self._as_failure(rank, message)]
+        seen = [self._as_failure(rank, message) for rank, message in failures]
         deadline = time.monotonic() + FIRST_CAUSE_GRACE_S
         while time.monotonic() < deadline:
             for other, text in self._server.poll(0.1):

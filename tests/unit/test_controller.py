@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlhpc.comm.channel import ChannelClient, ChannelServer
+from rlhpc.comm.messages import Failure, Hello
+from rlhpc.controller.calls import Calls
 from rlhpc.controller.placement import balance, row_bridges, split_mini_batches, spread_groups
 from rlhpc.controller.rows import RowTable
 from rlhpc.dataflow import grpo_stages, sft_stages
+from rlhpc.errors import RunFailedError
 from rlhpc.plan import ComponentPlan, RolePlan, RunPlan
 
 
@@ -99,3 +108,34 @@ def test_columns_fetched_by_a_role_serve_those_placed_alike():
     rows.places["reference"] = list(rows.places["actor"])
     rows.copies = {"reference": {"token_ids"}, "reward": {"loss_mask"}}
     assert rows.copies_at("actor") == {"token_ids"}
+
+
+def connect(server, rank):
+    return ChannelClient(
+        [("127.0.0.1", server.port)],
+        token="token",
+        hello=Hello(rank, f"n{rank}", 1),
+        on_message=lambda _: None,
+        on_lost=lambda _: None,
+        timeout_s=20,
+    )
+
+
+@pytest.mark.parametrize("victim_first", [True, False])
+def test_a_victim_is_not_blamed_even_when_the_cause_arrives_beside_its_words(victim_first):
+    server = ChannelServer("token", host="127.0.0.1")
+    with ThreadPoolExecutor() as pool:
+        joining = [pool.submit(connect, server, rank) for rank in (0, 1)]
+        server.wait_for_peers({0: "actor", 1: "rollout"}, 20)
+        killed, victim = (j.result() for j in joining)
+    plan = make_run_plan(make_role("actor", "actor", [0]), make_role("rollout", "rollout", [1]))
+    calls = Calls(server, plan)
+    calls.issue("update", {0: {}}, stage="update")
+    words = Failure(1, "rollout", "n1", "generate", "connection reset by peer", "", True)
+    ends = [lambda: victim.send(words), lambda: killed._sock.shutdown(socket.SHUT_RDWR)]
+    for end in ends if victim_first else reversed(ends):
+        end()
+        time.sleep(0.1)  # both are there before the controller looks
+    with pytest.raises(RunFailedError, match=r"rank 0 \(actor dp0 tp0 pp0\).*vanished"):
+        calls.poll(5.0)
+    server.close()
