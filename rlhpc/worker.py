@@ -91,7 +91,6 @@ class Worker:
             config,
             plan,
             rank=environment.rank,
-            host=environment.host,
             incarnation=environment.job_id,
             device=choose_device(config, environment.local_rank),
             send=self._send,

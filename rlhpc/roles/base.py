@@ -24,7 +24,6 @@ class RankContext:
     config: RunConfig
     plan: RunPlan
     rank: int
-    host: str
     incarnation: str
     """Unique for each start of the run: names what outlives a process, such as shared memory."""
     device: torch.device
